@@ -1,0 +1,61 @@
+"""Picks a kernel and its knobs for every launch.
+
+In: a fused graph, a target and the records of a device. Out: a ``KernelChoice`` for each op. A record measured for
+exactly this problem wins if its knobs are legal; else the kernel's default. Rows of the step never enter: a row's bits
+must be the same in every decode program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from lynnc.errors import OptionError
+from lynnc.ir import Graph, Op
+from lynnc.kernels.kernel import Kernel, Knobs, Problem
+from lynnc.kernels.table import kernel_for
+from lynnc.records import Records
+from lynnc.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class KernelChoice:
+    """A kernel with its knobs for one problem; ``origin`` says where the knobs come from (default, record, option)."""
+
+    kernel: Kernel
+    problem: Problem
+    knobs: Knobs
+    origin: str
+
+    def __str__(self) -> str:
+        knobs = " ".join(f"{name}={value}" for name, value in sorted(self.knobs.items()))
+        problem = " ".join(f"{name}={value}" for name, value in sorted(self.problem.items()))
+        return f"{self.kernel.name} [{problem}] {knobs} ({self.origin})"
+
+
+Overrides = Mapping[str, Mapping[str, int]]
+"""Knobs set by hand: kernel name to knob name to value."""
+
+
+def choose(graph: Graph, op: Op, target: Target, records: Records, overrides: Overrides) -> KernelChoice:
+    """The choice for one op."""
+    kernel = kernel_for(graph, op)
+    problem = kernel.problem(graph, op)
+    knobs, origin = kernel.default(problem, target), "default"
+    recorded = records.find(kernel.name, problem)
+    if recorded is not None and kernel.refusal(problem, recorded, target) is None:
+        knobs, origin = recorded, f"record {records.device}"
+    if kernel.name in overrides:
+        knobs, origin = {**knobs, **overrides[kernel.name]}, "option"
+    refusal = kernel.refusal(problem, knobs, target)
+    if refusal:
+        raise OptionError(f"{op.name}: {refusal}; choose other knobs for {target.name}.")
+    return KernelChoice(kernel, MappingProxyType(dict(problem)), MappingProxyType(dict(knobs)), origin)
+
+
+def choose_all(
+    graph: Graph, target: Target, records: Records, overrides: Overrides = MappingProxyType({})
+) -> tuple[KernelChoice, ...]:
+    """One choice for each op of a fused graph, in order."""
+    return tuple(choose(graph, op, target, records, overrides) for op in graph.ops)

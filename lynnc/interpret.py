@@ -1,0 +1,369 @@
+"""The meaning of the intermediate representation: runs a graph of any stage in torch.
+
+In: a graph, dequantised FP32 weights by name, the state of the slots and the inputs of a step. Out: every tensor the
+graph's ops wrote outside fused bodies. States are updated in place. Products accumulate in FP32 and each tensor is
+rounded to its own dtype, which are the rounding points of the contract; the kernels are judged against this module,
+and this module is judged against ``transformers``.
+
+Example::
+
+    states = new_states(graph, slots=1, context=64)
+    values = interpret(graph, weights, states, step_inputs([7], start=0))
+    values["logits"]                                  # FP32 [1, vocabulary]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from lynnc import ir
+from lynnc.ir import DType, Graph, Op, S
+
+TORCH_DTYPE = {DType.BF16: torch.bfloat16, DType.F32: torch.float32, DType.I32: torch.int32}
+
+Weights = Mapping[str, torch.Tensor]
+"""Dequantised FP32 values by weight name: [rows], [rows, columns] or [experts, rows, columns]."""
+
+
+def new_states(graph: Graph, slots: int, context: int) -> dict[str, torch.Tensor]:
+    """Zeroed states ``[slots, ...]`` with room for ``context`` positions."""
+    states = {}
+    for state in graph.states.values():
+        shape = [int(dim.subs(S, context)) if not isinstance(dim, int) else dim for dim in state.shape]
+        states[state.name] = torch.zeros(slots, *shape, dtype=TORCH_DTYPE[state.dtype])
+    return states
+
+
+def step_inputs(
+    tokens: Sequence[int], start: int | Sequence[int] = 0, slot: int | Sequence[int] = 0
+) -> dict[str, torch.Tensor]:
+    """Inputs of one step, I32 [T, 1] each: rows of one sequence if ``start`` is a number, else one sequence a row."""
+    count = len(tokens)
+    consecutive = isinstance(start, int)
+    starts = [start] * count if isinstance(start, int) else list(start)
+    slots = [slot] * count if isinstance(slot, int) else list(slot)
+    positions = [first + (row if consecutive else 0) for row, first in enumerate(starts)]
+    columns = {"token": list(tokens), "position": positions, "slot": slots, "start": starts}
+    return {name: torch.tensor(values, dtype=torch.int32)[:, None] for name, values in columns.items()}
+
+
+def interpret(
+    graph: Graph, weights: Weights, states: dict[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Runs every op in order; see the module's docstring. ``inputs`` holds I32 [T, 1] tensors by name."""
+    run = _Run(graph, weights, states, rows=inputs["token"].shape[0])
+    for name in graph.inputs:
+        run.put(name, inputs[name])
+    for op in graph.ops:
+        run_op(run, op)
+    return {name: run.get(name) for name in run.written}
+
+
+def run_op(run: _Run, op: Op) -> None:
+    """Runs one op, or the body of a fused one."""
+    for inner in ir.primitive_ops(op):
+        _MEANING[type(inner)](run, inner)
+
+
+@dataclass(slots=True)
+class _Run:
+    """Values while a graph runs; a view reads and writes the memory of its base."""
+
+    graph: Graph
+    weights: Weights
+    states: dict[str, torch.Tensor]
+    rows: int
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    written: dict[str, None] = field(default_factory=dict)
+
+    def _view(self, name: str) -> torch.Tensor:
+        tensor = self.graph.tensors[name]
+        root = self.graph.tensors[tensor.base or name]
+        rows = self.rows if isinstance(root.shape[0], ir.sympy.Symbol) else int(root.shape[0])
+        if root.name not in self.values:
+            self.values[root.name] = torch.zeros(rows, root.width, dtype=TORCH_DTYPE[root.dtype])
+        columns = self.values[root.name][:, tensor.offset : tensor.offset + tensor.width]
+        return columns.unflatten(1, [int(dim) for dim in tensor.shape[1:]])
+
+    def get(self, name: str) -> torch.Tensor:
+        """The tensor in its own dtype and shape."""
+        return self._view(name)
+
+    def f32(self, name: str) -> torch.Tensor:
+        return self._view(name).float()
+
+    def flat(self, name: str) -> torch.Tensor:
+        """FP32 ``[T, width]``."""
+        return self._view(name).flatten(1).float()
+
+    def index(self, name: str) -> torch.Tensor:
+        """An I32 ``[T, 1]`` input as int64 ``[T]``."""
+        return self._view(name)[:, 0].long()
+
+    def put(self, name: str, value: torch.Tensor) -> None:
+        """Rounds ``value`` to the tensor's dtype and stores it."""
+        target = self._view(name)
+        target.copy_(value.reshape(target.shape))
+        self.written[name] = None
+
+
+def bf16(x: torch.Tensor) -> torch.Tensor:
+    """FP32 values rounded to BF16 and back."""
+    return x.bfloat16().float()
+
+
+def _rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def _embed(run: _Run, op: ir.Embed) -> None:
+    run.put(op.out, run.weights[op.table][run.index(op.token)])
+
+
+def _rms_norm(run: _Run, op: ir.RmsNorm) -> None:
+    weight = run.weights[op.weight] + (1.0 if op.shifted else 0.0)
+    run.put(op.out, _rms(run.f32(op.x), op.eps) * weight)
+
+
+def _linear(run: _Run, op: ir.Linear) -> None:
+    width = run.graph.tensors[op.out].width
+    run.put(op.out, run.flat(op.x) @ run.weights[op.weight][op.first_row : op.first_row + width].T)
+
+
+def _add(run: _Run, op: ir.Add) -> None:
+    run.put(op.out, bf16(run.f32(op.a)) + bf16(run.f32(op.b)))
+
+
+def _silu_mul(run: _Run, op: ir.SiluMul) -> None:
+    gate, up = run.f32(op.x).chunk(2, dim=-1)
+    run.put(op.out, bf16(F.silu(gate)) * up)
+
+
+def _causal_conv(run: _Run, op: ir.CausalConv) -> None:
+    x, weight, state = run.f32(op.x), run.weights[op.weight], run.states[op.state]
+    outs = []
+    for row, (position, slot) in enumerate(_positions(run, op)):
+        if position < 0:
+            outs.append(torch.zeros_like(x[row]))
+            continue
+        state[slot, position % op.ring] = x[row].to(state.dtype)
+        taps = [
+            state[slot, (position - back) % op.ring].float() * weight[:, op.width - 1 - back]
+            for back in reversed(range(op.width))
+            if position - back >= 0
+        ]
+        outs.append(bf16(F.silu(bf16(sum(taps[1:], taps[0])))))
+    run.put(op.out, torch.stack(outs))
+
+
+def _positions(run: _Run, op: Any) -> list[tuple[int, int]]:
+    return list(zip(run.index(op.position).tolist(), run.index(op.slot).tolist(), strict=True))
+
+
+def _delta_gates(run: _Run, op: ir.DeltaGates) -> None:
+    run.put(op.beta, torch.sigmoid(run.f32(op.b)))
+    run.put(op.g, -run.weights[op.a_log].exp() * F.softplus(run.f32(op.a) + run.weights[op.dt_bias]))
+
+
+def _gated_delta(run: _Run, op: ir.GatedDelta) -> None:
+    key_width = op.key_heads * op.key_dim
+    q, k, v = run.f32(op.qkv).split([key_width, key_width, op.value_heads * op.value_dim], dim=-1)
+    repeat = op.value_heads // op.key_heads
+    q, k = (_l2(x.unflatten(1, [op.key_heads, op.key_dim])).repeat_interleave(repeat, dim=1) for x in (q, k))
+    q, v = q * op.key_dim**-0.5, v.unflatten(1, [op.value_heads, op.value_dim])
+    beta, g, state = run.f32(op.beta), run.f32(op.g), run.states[op.state]
+    outs = []
+    for row, (position, slot) in enumerate(_positions(run, op)):
+        if position < 0:
+            outs.append(torch.zeros_like(v[row]))
+            continue
+        old = state[slot] if position > 0 else torch.zeros_like(state[slot])
+        s = old * g[row].exp()[:, None, None]
+        delta = beta[row][:, None] * (v[row] - torch.einsum("hkv,hk->hv", s, k[row]))
+        s = s + k[row][:, :, None] * delta[:, None, :]
+        outs.append(torch.einsum("hkv,hk->hv", s, q[row]))
+        state[slot] = s
+    run.put(op.out, torch.stack(outs))
+
+
+def _l2(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _gated_norm(run: _Run, op: ir.GatedNorm) -> None:
+    x = run.f32(op.x)
+    normed = bf16(bf16(_rms(x, op.eps)) * run.weights[op.weight])
+    run.put(op.out, normed.flatten(1) * F.silu(run.flat(op.z)))
+
+
+def _head_norm_rope(run: _Run, op: ir.HeadNormRope) -> None:
+    heads = run.f32(op.x).unflatten(1, [op.heads, op.head_stride])[:, :, : op.head_dim]
+    x = bf16(_rms(heads, op.eps) * (run.weights[op.weight] + (1.0 if op.shifted else 0.0)))
+    half = op.rotary_dim // 2
+    frequency = op.theta ** -(torch.arange(half, dtype=torch.float32) / half)
+    angle = run.index(op.position).float()[:, None] * frequency
+    cos, sin = angle.cos()[:, None, :], angle.sin()[:, None, :]
+    low, high = x[:, :, :half], x[:, :, half : op.rotary_dim]
+    rotated = torch.cat([low * cos - high * sin, high * cos + low * sin, x[:, :, op.rotary_dim :]], dim=-1)
+    run.put(op.out, rotated)
+
+
+def _cache_append(run: _Run, op: ir.CacheAppend) -> None:
+    k, v = run.get(op.k), run.get(op.v).unflatten(1, [op.kv_heads, op.head_dim])
+    for row, (position, slot) in enumerate(_positions(run, op)):
+        if position >= 0:
+            run.states[op.k_cache][slot, :, position] = k[row]
+            run.states[op.v_cache][slot, :, position] = v[row]
+
+
+def _attention(run: _Run, op: ir.Attention) -> None:
+    q = run.f32(op.q)
+    outs = []
+    for row, (position, slot) in enumerate(_positions(run, op)):
+        keys, values = _cached(run, op, slot, position + 1)
+        weights = torch.softmax(torch.einsum("hd,hsd->hs", q[row], keys) * op.scale, dim=-1)
+        outs.append(torch.einsum("hs,hsd->hd", weights, values))
+    run.put(op.out, torch.stack(outs))
+
+
+def _cached(run: _Run, op: Any, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of the first ``length`` positions, FP32 [heads, length, head_dim]; zeros for a padded row."""
+    repeat = op.heads // op.kv_heads
+    caches = (run.states[name][slot, :, : max(length, 1)].float() for name in (op.k_cache, op.v_cache))
+    keys, values = (cache.repeat_interleave(repeat, dim=0) for cache in caches)
+    return keys, values
+
+
+def _run_of_tiles(op: Any, position: int) -> int:
+    """Positions in each of a row's runs."""
+    tiles = position // op.tile + 1
+    return -(-tiles // op.splits) * op.tile
+
+
+def _attention_partial(run: _Run, op: ir.AttentionPartial) -> None:
+    q = run.f32(op.q)
+    partial = run.get(op.partial)
+    for row, (position, slot) in enumerate(_positions(run, op)):
+        if position < 0:
+            continue
+        keys, values = _cached(run, op, slot, position + 1)
+        scores = torch.einsum("hd,hsd->hs", q[row], keys) * op.scale
+        run_length = _run_of_tiles(op, position)
+        for split, first in enumerate(range(0, position + 1, run_length)):
+            part = scores[:, first : first + run_length]
+            largest = part.amax(-1)
+            weights = (part - largest[:, None]).exp()
+            partial[row, :, split, : op.head_dim] = torch.einsum(
+                "hs,hsd->hd", weights, values[:, first : first + run_length]
+            )
+            partial[row, :, split, op.head_dim] = largest
+            partial[row, :, split, op.head_dim + 1] = weights.sum(-1)
+    run.written[op.partial] = None
+
+
+def _attention_combine(run: _Run, op: ir.AttentionCombine) -> None:
+    partial = run.get(op.partial)
+    outs = []
+    for row, position in enumerate(run.index(op.position).tolist()):
+        used = -(-(position + 1) // _run_of_tiles(op, max(position, 0)))
+        sums = partial[row, :, :used, : op.head_dim]
+        largest, total = partial[row, :, :used, op.head_dim], partial[row, :, :used, op.head_dim + 1]
+        if used == 0:
+            outs.append(torch.zeros(op.heads, op.head_dim))
+            continue
+        factor = (largest - largest.amax(-1, keepdim=True)).exp()
+        outs.append((sums * factor[:, :, None]).sum(1) / (total * factor).sum(1)[:, None])
+    run.put(op.out, torch.stack(outs))
+
+
+def _output_gate(run: _Run, op: ir.OutputGate) -> None:
+    gate = run.f32(op.gate).unflatten(1, [op.heads, op.stride])[:, :, op.offset : op.offset + op.head_dim]
+    run.put(op.out, run.f32(op.x) * bf16(torch.sigmoid(gate)))
+
+
+def _top_k(run: _Run, op: ir.TopK) -> None:
+    logits = run.f32(op.logits)
+    logits = torch.where(logits.isnan(), -torch.inf, logits)
+    order = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, : op.k]
+    largest = logits.amax(-1, keepdim=True)
+    weights = torch.where(largest.isinf(), torch.zeros_like(logits), (logits - largest).exp())
+    scores = (weights / weights.sum(-1, keepdim=True)).gather(1, order)
+    run.put(op.ids, order.to(torch.int32))
+    run.put(op.scores, scores / scores.sum(-1, keepdim=True) if op.normalize else scores)
+
+
+def _expert_linear(run: _Run, op: ir.ExpertLinear) -> None:
+    x, ids, weight = run.f32(op.x), run.get(op.ids).long(), run.weights[op.weight]
+    slots = ids.shape[1]
+    if x.dim() == 2:
+        x = x[:, None, :].expand(-1, slots, -1)
+    rows = [torch.stack([weight[ids[t, a]] @ x[t, a] for a in range(slots)]) for t in range(ids.shape[0])]
+    run.put(op.out, torch.stack(rows))
+
+
+def _combine(run: _Run, op: ir.Combine) -> None:
+    x, scores = run.f32(op.x), run.f32(op.scores)
+    total = torch.zeros_like(x[:, 0])
+    for slot in range(x.shape[1]):
+        total = total + scores[:, slot, None] * x[:, slot]
+    run.put(op.out, total)
+
+
+def _shared_add(run: _Run, op: ir.SharedAdd) -> None:
+    run.put(op.out, run.f32(op.experts) + torch.sigmoid(run.f32(op.gate)) * run.f32(op.shared))
+
+
+def _argmax(run: _Run, op: ir.Argmax) -> None:
+    logits = run.f32(op.logits)
+    run.put(op.out, torch.where(logits.isnan(), -torch.inf, logits).argmax(-1, keepdim=True))
+
+
+def _argmax_partial(run: _Run, op: ir.ArgmaxPartial) -> None:
+    logits = run.f32(op.logits)
+    blocks = run.graph.tensors[op.values].width
+    padded = torch.full((logits.shape[0], blocks * op.block), -torch.inf)
+    padded[:, : logits.shape[1]] = torch.where(logits.isnan(), -torch.inf, logits)
+    largest, where = padded.unflatten(1, [blocks, op.block]).max(-1)
+    run.put(op.values, largest)
+    run.put(op.indices, where + torch.arange(blocks) * op.block)
+
+
+def _argmax_final(run: _Run, op: ir.ArgmaxFinal) -> None:
+    best = run.f32(op.values).argmax(-1, keepdim=True)
+    run.put(op.out, run.get(op.indices).gather(1, best))
+
+
+def _last_row(run: _Run, op: ir.LastRow) -> None:
+    run.put(op.out, run.get(op.x)[-1:])
+
+
+_MEANING: Mapping[type[Op], Callable[[_Run, Any], None]] = {
+    ir.Embed: _embed,
+    ir.RmsNorm: _rms_norm,
+    ir.Linear: _linear,
+    ir.Add: _add,
+    ir.SiluMul: _silu_mul,
+    ir.CausalConv: _causal_conv,
+    ir.DeltaGates: _delta_gates,
+    ir.GatedDelta: _gated_delta,
+    ir.GatedNorm: _gated_norm,
+    ir.HeadNormRope: _head_norm_rope,
+    ir.CacheAppend: _cache_append,
+    ir.Attention: _attention,
+    ir.AttentionPartial: _attention_partial,
+    ir.AttentionCombine: _attention_combine,
+    ir.OutputGate: _output_gate,
+    ir.TopK: _top_k,
+    ir.ExpertLinear: _expert_linear,
+    ir.Combine: _combine,
+    ir.SharedAdd: _shared_add,
+    ir.Argmax: _argmax,
+    ir.ArgmaxPartial: _argmax_partial,
+    ir.ArgmaxFinal: _argmax_final,
+    ir.LastRow: _last_row,
+}

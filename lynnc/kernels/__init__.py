@@ -1,0 +1,1 @@
+"""The kernel table: one record joins template, ops, knobs, constraints and arguments of a kernel."""

@@ -1,0 +1,7 @@
+"""Gated DeltaNet."""
+
+from __future__ import annotations
+
+from lynnc.kernels.kernel import Kernel
+
+KERNELS: tuple[Kernel, ...] = ()

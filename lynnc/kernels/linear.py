@@ -1,0 +1,163 @@
+"""Projections of at most 8 rows: FMAs on packed words (family ``gemv``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from lynnc.ir import GROUP, Add, DType, Graph, Linear, Op, RmsNorm, Weight, primitive_ops
+from lynnc.kernels.kernel import (
+    FORMAT_CODE,
+    Arg,
+    Binding,
+    Choice,
+    Family,
+    Kernel,
+    Knobs,
+    PowerOfTwo,
+    Problem,
+    ceil_div,
+    next_power_of_two,
+    null_arg,
+    part_rows,
+    placed,
+    tensor_arg,
+    value_arg,
+    weight_args,
+)
+from lynnc.target import Target
+
+NORM_NAMES = ("norm_words", "norm")
+
+
+def body_of(op: Op, kind: type[Op]) -> list[Op]:
+    """The ops of one kind in a launch."""
+    return [inner for inner in primitive_ops(op) if isinstance(inner, kind)]
+
+
+def norm_facts(op: Op) -> Mapping[str, int | float | bool]:
+    """The constants that describe the RMS norm at the head of a launch, or none."""
+    norms = [inner for inner in primitive_ops(op) if isinstance(inner, RmsNorm)]
+    if not norms:
+        return MappingProxyType({"NORM": False, "SHIFT": 0, "EPS": 0.0})
+    return MappingProxyType({"NORM": True, "SHIFT": int(norms[0].shifted), "EPS": norms[0].eps})
+
+
+def input_args(graph: Graph, op: Op, x: str) -> tuple[Arg, ...]:
+    """x and the norm weight of a launch, each as 64-bit words and as BF16; x is the norm's input where there is one."""
+    norms = [inner for inner in primitive_ops(op) if isinstance(inner, RmsNorm)]
+    if not norms:
+        words = (tensor_arg(graph, "x_words", x, "*i64"), tensor_arg(graph, "x", x))
+        return (*words, null_arg("norm_words", "*i64"), null_arg("norm", "*bf16"))
+    weight = graph.weights[norms[0].weight]
+    data = weight_args(weight, ("norm", "", ""))[0]
+    return (
+        tensor_arg(graph, "x_words", norms[0].x, "*i64"),
+        tensor_arg(graph, "x", norms[0].x),
+        Arg("norm_words", "*i64", data.source, data.name),
+        data,
+    )
+
+
+def input_of(op: Op, x: str) -> str:
+    """The tensor in memory that a launch reads for x: the norm's input if it starts with a norm."""
+    norms = [inner for inner in primitive_ops(op) if isinstance(inner, RmsNorm)]
+    return norms[0].x if norms else x
+
+
+def input_facts(graph: Graph, op: Op, x: str) -> Mapping[str, int]:
+    """Columns of x and its place in memory."""
+    name = input_of(op, x)
+    place = placed(graph, name)
+    return MappingProxyType(
+        {"K": graph.tensors[name].width, "X_STRIDE": place.stride, "X_OFFSET": place.offset}
+    )
+
+
+def block_columns(weight: Weight, block_k: int) -> int:
+    """Columns that a program holds at once: no more than the row, a quarter of it where elements are not packed."""
+    limit = block_k if weight.format.is_packed else block_k // 4
+    return max(GROUP, min(limit, next_power_of_two(weight.columns)))
+
+
+def _problem(graph: Graph, op: Op) -> Problem:
+    linears = [inner for inner in primitive_ops(op) if isinstance(inner, Linear)]
+    weights = [graph.weights[linear.weight] for linear in linears]
+    # The router's rows differ from layer to layer with the experts: its launches share one kernel and one choice.
+    rows = "router" if weights[0].tensor_class == "router" else sum(graph.tensors[op.out].width for op in linears)
+    return {
+        "formats": "+".join(weight.format for weight in weights),
+        "k": weights[0].columns,
+        "n": rows,
+        "norm": int(bool(body_of(op, RmsNorm))),
+        "residual": int(bool(body_of(op, Add))),
+    }
+
+
+def _default(problem: Problem, target: Target) -> Knobs:
+    wide = int(problem["k"]) > 2048
+    return {"BLOCK_N": 8, "BLOCK_K": 4096 if wide else 2048, "num_warps": 8 if wide else 4, "num_stages": 1}
+
+
+def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
+    linears = [inner for inner in primitive_ops(op) if isinstance(inner, Linear)]
+    adds = [inner for inner in primitive_ops(op) if isinstance(inner, Add)]
+    norms = [inner for inner in primitive_ops(op) if isinstance(inner, RmsNorm)]
+    x, out = linears[0].x, adds[0].out if adds else linears[0].out
+    stored = [norm.out for norm in norms if norm.out in op.writes]
+    first, second = graph.weights[linears[0].weight], graph.weights[linears[-1].weight]
+    columns = [0 if adds else placed(graph, linear.out).offset for linear in linears]
+    widths = [graph.tensors[linear.out].width for linear in linears]
+    has_second = len(linears) > 1
+    args = (
+        *input_args(graph, op, x),
+        tensor_arg(graph, "residual", adds[0].a) if adds else null_arg("residual", "*bf16"),
+        tensor_arg(graph, "normed", stored[0]) if stored else null_arg("normed", "*bf16"),
+        tensor_arg(graph, "out", out),
+        *weight_args(first, ("data", "scales", "globals_")),
+        value_arg("first_row", linears[0].first_row),
+        value_arg("n", widths[0]),
+        *weight_args(second, ("data2", "scales2", "globals2")),
+        value_arg("first_row2", linears[-1].first_row),
+        value_arg("n2", widths[-1]),
+        value_arg("column", columns[0]),
+        value_arg("column2", columns[-1]),
+        value_arg("out_stride", placed(graph, out).stride),
+    )
+    constants = {
+        "ROWS": int(graph.tensors[out].shape[0]),
+        **input_facts(graph, op, x),
+        **norm_facts(op),
+        "STORE_NORMED": bool(stored),
+        "RESIDUAL": bool(adds),
+        "OUT_F32": graph.tensors[out].dtype is DType.F32,
+        "FORMAT": FORMAT_CODE[first.format],
+        "PART_ROWS": part_rows(first),
+        "FORMAT2": FORMAT_CODE[second.format] if has_second else -1,
+        "PART_ROWS2": part_rows(second),
+        "BLOCK_N": knobs["BLOCK_N"],
+        "BLOCK_K": block_columns(first, knobs["BLOCK_K"]),
+        "BLOCK_K2": block_columns(second, knobs["BLOCK_K"]),
+    }
+    tiles = sum(int(ceil_div(width, knobs["BLOCK_N"])) for width in widths)
+    return Binding(args, MappingProxyType(constants), (tiles, 1, 1))
+
+
+LINEAR = Kernel(
+    name="linear",
+    patterns=("Linear", "Projections", "NormLinear", "NormProjections", "LinearResidual"),
+    family=Family.DECODE,
+    space=MappingProxyType(
+        {
+            "BLOCK_N": PowerOfTwo(1, 256),
+            "BLOCK_K": PowerOfTwo(512, 8192),
+            "num_warps": PowerOfTwo(1, 16),
+            "num_stages": Choice((1, 2, 3)),
+        }
+    ),
+    default=_default,
+    problem=_problem,
+    bind=_bind,
+)
+
+KERNELS = (LINEAR,)

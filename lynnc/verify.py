@@ -1,0 +1,122 @@
+"""The rules of the intermediate representation, checked after every pass.
+
+In: a graph. Out: nothing, or a ``GraphError`` that names graph, op and rule. Rules are small functions in ``RULES``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from lynnc.errors import GraphError
+from lynnc.ir import (
+    ExpertLinear,
+    Fused,
+    Graph,
+    Linear,
+    Op,
+    Stage,
+    walk,
+)
+
+
+def verify(graph: Graph, after: str = "build") -> Graph:
+    """The graph itself if it keeps every rule; ``after`` names the pass that made it, for the message."""
+    for rule in RULES:
+        for complaint in rule(graph):
+            raise GraphError(f"{graph.model} {graph.program} after {after}: {complaint}.")
+    return graph
+
+
+def _names_exist(graph: Graph) -> Iterator[str]:
+    for op in walk(graph.ops):
+        for role, table in (("read", graph.tensors), ("write", graph.tensors), ("weight", graph.weights)):
+            for name in op.names(role):
+                if name not in table:
+                    yield f"{op.name} names the {role} {name!r}, which is not in the graph's table"
+        for name in op.names("state"):
+            if name not in graph.states:
+                yield f"{op.name} names the state {name!r}, which is not in the graph's table"
+
+
+def _op_names_are_unique(graph: Graph) -> Iterator[str]:
+    seen: set[str] = set()
+    for op in graph.ops:
+        if op.name in seen:
+            yield f"two ops are called {op.name}"
+        seen.add(op.name)
+
+
+def _reads_follow_writes(graph: Graph) -> Iterator[str]:
+    written = set(graph.inputs)
+    for op in graph.ops:
+        yield from _check_order(graph, op, written)
+    for name in graph.outputs:
+        if name not in written:
+            yield f"the output {name} is never written"
+
+
+def _check_order(graph: Graph, op: Op, written: set[str]) -> Iterator[str]:
+    body = op.body if isinstance(op, Fused) else (op,)
+    before = set(written)
+    for inner in body:
+        for name in inner.reads:
+            base = graph.tensors[name].base
+            if name not in written and base not in written:
+                yield f"{op.name} reads {name} before anything writes it"
+        for name in inner.writes:
+            if name in written and name not in graph.inputs:
+                yield f"{op.name} writes {name} a second time"
+            written.add(name)
+    if isinstance(op, Fused):
+        written.intersection_update(before | set(op.outputs))
+
+
+def _views_lie_inside_their_base(graph: Graph) -> Iterator[str]:
+    for tensor in graph.tensors.values():
+        if tensor.base is None:
+            continue
+        base = graph.tensors[tensor.base]
+        if base.base is not None or base.dtype is not tensor.dtype:
+            yield f"the view {tensor.name} has a base that is itself a view or of another type"
+        elif tensor.offset < 0 or tensor.offset + tensor.width > base.width:
+            yield f"the view {tensor.name} reaches outside {base.name}"
+
+
+def _linears_fit_their_weights(graph: Graph) -> Iterator[str]:
+    for op in walk(graph.ops):
+        if not isinstance(op, (Linear, ExpertLinear)):
+            continue
+        weight, x, out = graph.weights[op.weight], graph.tensors[op.x], graph.tensors[op.out]
+        columns = x.width if isinstance(op, Linear) else int(x.shape[-1])
+        rows = out.width if isinstance(op, Linear) else int(out.shape[-1])
+        if columns != weight.columns:
+            yield f"{op.name} multiplies {columns} columns of {x.name} with {weight.columns} of {weight.name}"
+        first = op.first_row if isinstance(op, Linear) else 0
+        if first + rows > weight.rows:
+            yield f"{op.name} needs rows {first}..{first + rows} of {weight.name}, which has {weight.rows}"
+
+
+def _stage_matches_ops(graph: Graph) -> Iterator[str]:
+    if graph.stage is Stage.MODEL:
+        for op in graph.ops:
+            if isinstance(op, Fused):
+                yield f"{op.name} is fused in a graph of stage model"
+
+
+def _fused_outputs_are_written(graph: Graph) -> Iterator[str]:
+    for op in graph.ops:
+        if isinstance(op, Fused):
+            written = {name for inner in op.body for name in inner.writes}
+            for name in set(op.outputs) - written:
+                yield f"{op.name} promises {name}, which its body does not write"
+
+
+RULES: tuple[Callable[[Graph], Iterator[str]], ...] = (
+    _names_exist,
+    _op_names_are_unique,
+    _views_lie_inside_their_base,
+    _reads_follow_writes,
+    _linears_fit_their_weights,
+    _fused_outputs_are_written,
+    _stage_matches_ops,
+)

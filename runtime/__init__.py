@@ -1,0 +1,1 @@
+"""Runs plans. Imports neither passes nor templates nor the tuner."""

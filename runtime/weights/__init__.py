@@ -1,0 +1,1 @@
+"""Weights in the plan's packed layout."""
