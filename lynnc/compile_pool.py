@@ -86,11 +86,13 @@ class _Worker:
         self.folder = folder
         self.is_alive = True
         self._index = -1
+        self._log = folder / "log"
+        self._log_start = 0
         self._buffer = b""
         folder.mkdir()
         self.replies, to_parent = os.pipe()
         try:
-            with (folder / "log").open("ab") as log:
+            with self._log.open("ab") as log:
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", str(WORKER), str(to_parent)],
                     cwd=folder,
@@ -110,6 +112,7 @@ class _Worker:
     def send(self, index: int, request: Mapping[str, object]) -> None:
         """Start on a request. A process that died meanwhile is noticed by ``receive``."""
         self._index = index
+        self._log_start = self._log.stat().st_size
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -142,7 +145,7 @@ class _Worker:
     def _obituary(self) -> str:
         code = self._process.wait()
         end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        lines = (self.folder / "log").read_text(errors="replace").strip().splitlines()
+        lines = self._log.read_bytes()[self._log_start :].decode(errors="replace").strip().splitlines()
         said = f", its last words: {lines[-1].strip()}" if lines else ""
         return f"the compiler process {end}{said}"
 

@@ -30,6 +30,14 @@ MODULE = "lynnc_kernel"
 ALIGNED = "tt.divisibility"
 HIDDEN = (("global_scratch", "*i8"), ("profile_scratch", "*i8"))
 
+REASONS = (
+    r"(?<=; )error\s*: .*$",  # ptxas, after its name, the file and the line of PTX
+    r"\w+\.cpp:\d+: .*: Assertion .*$",
+    r"^(?!PTXAS error|.*Failures have been detected).*\b(?:error|fatal|LLVM ERROR)\b\s*:.*$",
+    r"Pipeline failed while executing \[`\w+`",
+)
+"""Where in what Triton, MLIR and ptxas print the reason stands; the first pattern that is found counts."""
+
 # What Triton raises for a kernel that it refuses; anything else ends the process, and the parent says so.
 REFUSALS = (
     ArithmeticError,
@@ -104,7 +112,7 @@ def compile_request(request: Mapping[str, Any]) -> dict[str, object]:
 
 def load_kernel(name: str, text: str) -> Any:
     """Write the text to a file, which ``triton.jit`` wants, run it and return its ``kernel``."""
-    path = Path(f"{name}.py")
+    path = Path(f"kernel_{name[:8]}.py")  # one name for two texts would confuse linecache
     path.write_text(text, encoding="utf-8")
     module = types.ModuleType(MODULE)
     exec(compile(text, path.name, "exec"), module.__dict__)
@@ -178,10 +186,12 @@ def first_reason(error: BaseException, log: str) -> str:
         source = (error.src or "").split("\n")[line - 1].strip() if line else ""
         cause = (error.error_message or type(error).__name__).strip().split("\n")[0]
         return f"{cause} at `{source}`" if source else cause
-    for said in (text, log):
-        match = re.search(r"^(?!PTXAS error).*\b(?:error|fatal|LLVM ERROR)\b\s*:.*$", said, re.MULTILINE)
+    said = f"{text}\n{log}"
+    for pattern in REASONS:
+        match = re.search(pattern, said, re.MULTILINE)
         if match:
-            return re.sub(r"\S*/(?=[\w.]+)", "", match[0]).strip()
+            without_folders = re.sub(r"\S*/(?=[\w.]+)", "", match[0])
+            return re.sub(r"^error\s*:", "ptxas:", without_folders).strip().rstrip(".")
     name = type(error).__name__
     return f"{name}: {text.split(chr(10))[0]}" if text else name
 

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 
@@ -36,7 +36,7 @@ T = sympy.Symbol("T", integer=True, positive=True)
 S = sympy.Symbol("S", integer=True, positive=True)
 """Context: positions that a slot's key/value cache holds."""
 
-Dim = sympy.Expr | int
+Dim: TypeAlias = sympy.Expr | int
 
 
 class DType(StrEnum):

@@ -15,7 +15,7 @@ Example::
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from lynnc.dims import Dimension
 
@@ -133,6 +133,16 @@ class KernelEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class Options:
+    """What was asked of the compiler: passes left out, knobs set by hand, rows of a prefill step, programs in order."""
+
+    without: tuple[str, ...] = ()
+    knobs: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    prefill_rows: int = 2048
+    programs: tuple[str, ...] = ("decode/1", "decode/2", "decode/4", "decode/8", "prefill")
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Everything of ``plan.json``; see the module's docstring."""
 
@@ -142,7 +152,7 @@ class Plan:
     target: str
     device: str
     tools: Mapping[str, str]
-    options: Mapping[str, object]
+    options: Options
     model: Mapping[str, object]
     model_digest: str
     layout: str
@@ -156,3 +166,8 @@ class Plan:
     def to_json(self) -> dict[str, object]:
         """Plain values for ``json.dumps``."""
         return asdict(self)
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model that the plan computes."""
+        return str(self.model["name"])

@@ -80,7 +80,8 @@ def block_columns(weight: Weight, block_k: int) -> int:
     return max(GROUP, min(limit, next_power_of_two(weight.columns)))
 
 
-def _problem(graph: Graph, op: Op) -> Problem:
+def linear_problem(graph: Graph, op: Op) -> Problem:
+    """Formats, columns and rows of the weights, and what is fused around them."""
     linears = [inner for inner in primitive_ops(op) if isinstance(inner, Linear)]
     weights = [graph.weights[linear.weight] for linear in linears]
     # The router's rows differ from layer to layer with the experts: its launches share one kernel and one choice.
@@ -156,7 +157,7 @@ LINEAR = Kernel(
         }
     ),
     default=_default,
-    problem=_problem,
+    problem=linear_problem,
     bind=_bind,
 )
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from lynnc.errors import GraphError
 from lynnc.ir import Graph, Op
-from lynnc.kernels import attention, gdn, linear, moe, simple
+from lynnc.kernels import attention, gdn, gemm, linear, moe, simple
 from lynnc.kernels.kernel import Family, Kernel
 
-KERNELS: tuple[Kernel, ...] = (*linear.KERNELS, *simple.KERNELS, *gdn.KERNELS, *attention.KERNELS, *moe.KERNELS)
+KERNELS: tuple[Kernel, ...] = (*linear.KERNELS, *gemm.KERNELS, *simple.KERNELS, *gdn.KERNELS, *attention.KERNELS, *moe.KERNELS)
 
 
 def kernel_for(graph: Graph, op: Op) -> Kernel:

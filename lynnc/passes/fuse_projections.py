@@ -18,20 +18,21 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import groupby
 
-from lynnc.ir import Fused, Graph, Linear, Op, Tensor
+from lynnc.ir import Fused, Graph, Linear, Op, T, Tensor
 from lynnc.passes.patterns import replace_ops
 
 MOST_SEGMENTS = 2
-"""Weights of different formats that one launch reads."""
+"""Weights of different formats that one launch of a few rows reads; prefill's tiles read one."""
 
 
 def fuse_projections(graph: Graph) -> Graph:
     """Joins neighbouring Linears of one input and output type."""
     replacements: dict[str, tuple[Op, ...]] = {}
     tensors: list[Tensor] = []
+    most_segments = 1 if graph.rows == T else MOST_SEGMENTS
     for _, group in groupby(graph.ops, lambda op: (op.x, graph.tensors[op.out].dtype) if isinstance(op, Linear) else op):
         linears = [op for op in group if isinstance(op, Linear)]
-        if len(linears) > 1 and len({op.weight for op in linears}) <= MOST_SEGMENTS:
+        if len(linears) > 1 and len({op.weight for op in linears}) <= most_segments:
             joined, new_tensors = _join(graph, linears)
             replacements.update({op.name: () for op in linears} | {linears[0].name: (joined,)})
             tensors.extend(new_tensors)

@@ -1,0 +1,190 @@
+"""The whole way from a model to a plan.
+
+In: a ``ModelSpec``, a target, options, a kernel store. Out: a ``Compiled`` plan with its files, ready to be saved.
+
+Example::
+
+    compiled = compile_model(load_model("tiny-moe"), Request(find_target("sm_90")), Store(path))
+    save_plan(compiled.plan, compiled.files, Path("tiny-moe.sm_90.plan"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import yaml
+
+from lynnc import __version__
+from lynnc.artifact import Artifact
+from lynnc.buffers import dim_text
+from lynnc.build import build_graph
+from lynnc.choose import choose_all
+from lynnc.compile import Progress, compile_kernels
+from lynnc.errors import ModelError, OptionError
+from lynnc.ir import GROUP, Format, Graph, T, Weight
+from lynnc.lower import KernelCall, Lowered, lower, program_rows
+from lynnc.model import ModelSpec
+from lynnc.modelfile import dump_model
+from lynnc.passes import check_pass_names, run_passes
+from lynnc.plan import KernelEntry, Options, Plan, StateEntry, WeightArray, WeightEntry, WeightPart
+from lynnc.planfile import file_digest
+from lynnc.records import Records, load_records
+from lynnc.store import Store
+from lynnc.target import Device, Target
+from lynnc.tools import find_tools
+from lynnc.verify import verify
+
+LAYOUT = "nvfp4-w64-1"
+"""Name of the packed weight layout (``docs/layout.md``); weights packed for another layout do not fit the plan."""
+MOST_DECODE_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to compile for: a target, maybe a device whose measured records are used, and options."""
+
+    target: Target
+    device: Device | None = None
+    options: Options = field(default_factory=Options)
+    with_ptx: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A plan, the bytes of its files by relative path, and the graphs it was made from by program."""
+
+    plan: Plan
+    files: Mapping[str, bytes]
+    graphs: Mapping[str, Graph]
+
+
+def fused_graph(spec: ModelSpec, program: str, without: tuple[str, ...] = ()) -> Graph:
+    """The fused graph of a program (``decode/1`` .. ``decode/8`` or ``prefill``)."""
+    return run_passes(model_graph(spec, program), without)
+
+
+def model_graph(spec: ModelSpec, program: str) -> Graph:
+    """The model stage graph of a program; OptionError for a name that is no program."""
+    rows = program_rows(program)
+    if program != "prefill" and (rows is None or not 1 <= rows <= MOST_DECODE_ROWS):
+        raise OptionError(f"{program} is no program: name prefill or decode/1 to decode/{MOST_DECODE_ROWS}.")
+    return verify(build_graph(spec, T if rows is None else rows))
+
+
+def lower_programs(spec: ModelSpec, request: Request) -> dict[str, tuple[Graph, Lowered]]:
+    """Every program of the options, fused, chosen and bound to kernels; nothing is compiled yet."""
+    _check_supported(spec)
+    check_pass_names(request.options.without)
+    records = load_records(request.device.name) if request.device else Records()
+    lowered = {}
+    for program in request.options.programs:
+        graph = fused_graph(spec, program, request.options.without)
+        choices = choose_all(graph, request.target, records, request.options.knobs)
+        lowered[program] = (graph, lower(graph, choices, request.target, request.options.prefill_rows))
+    return lowered
+
+
+def _check_supported(spec: ModelSpec) -> None:
+    if spec.precision.activations != "bf16":
+        raise ModelError(
+            f"{spec.name} declares {spec.precision.activations} activations, for which no kernel exists yet: "
+            "set precision.activations to bf16 if the weights were meant for it."
+        )
+
+
+def compile_model(
+    spec: ModelSpec, request: Request, store: Store, jobs: int | None = None, on_progress: Progress | None = None
+) -> Compiled:
+    """Compiles every kernel of every program, each once."""
+    lowered = lower_programs(spec, request)
+    calls: dict[str, KernelCall] = {}
+    for _, low in lowered.values():
+        calls.update(low.kernels)
+    artifacts = compile_kernels([call.source for call in calls.values()], store, jobs, on_progress)
+    files: dict[str, bytes] = {}
+    kernels = {}
+    for key, call in sorted(calls.items()):
+        kernels[key] = replace(call.entry, artifact=_public_facts(artifacts[key]))
+        files.update(_kernel_files(call, artifacts[key], request.with_ptx))
+    plan = _plan(spec, request, lowered, kernels, files)
+    return Compiled(plan, files, {name: graph for name, (graph, _) in lowered.items()})
+
+
+def kernel_file(entry: KernelEntry, suffix: str) -> str:
+    """Relative path of one of a kernel's files: ``cubin``, ``py`` (rendered source) or ``ptx``."""
+    return f"kernels/{entry.name}-{entry.key[:16]}.{suffix}"
+
+
+def _public_facts(artifact: Artifact) -> Mapping[str, object]:
+    return {name: value for name, value in artifact.to_json().items() if name not in ("key", "schema")}
+
+
+def _kernel_files(call: KernelCall, artifact: Artifact, with_ptx: bool) -> dict[str, bytes]:
+    found = {
+        kernel_file(call.entry, "cubin"): artifact.read_cubin(),
+        kernel_file(call.entry, "py"): call.source.text.encode(),
+    }
+    if with_ptx:
+        found[kernel_file(call.entry, "ptx")] = artifact.ptx_path.read_bytes()
+    return found
+
+
+def _plan(
+    spec: ModelSpec,
+    request: Request,
+    lowered: Mapping[str, tuple[Graph, Lowered]],
+    kernels: Mapping[str, KernelEntry],
+    files: Mapping[str, bytes],
+) -> Plan:
+    graph = next(iter(lowered.values()))[0]
+    tools = find_tools()
+    ptxas = tools.ptxas_for(request.target.capability)
+    return Plan(
+        name=f"{spec.name}.{request.device.name if request.device else request.target.name}",
+        lynnc=__version__,
+        arch=request.target.arch,
+        target=request.target.name,
+        device=request.device.name if request.device else "",
+        tools={"triton": tools.triton_version or "", "ptxas": ptxas.version if ptxas else ""},
+        options=request.options,
+        model=yaml.safe_load(dump_model(spec)),
+        model_digest=file_digest(dump_model(spec).encode()),
+        layout=LAYOUT,
+        weights={weight.name: weight_entry(weight) for weight in graph.weights.values()},
+        states={s.name: StateEntry(s.name, s.dtype.value, tuple(map(dim_text, s.shape))) for s in graph.states.values()},
+        kernels=kernels,
+        programs={name: low.program for name, (_, low) in lowered.items()},
+        files={name: file_digest(data) for name, data in sorted(files.items())},
+    )
+
+
+_DTYPES: Mapping[Format, str] = {
+    Format.NVFP4: "i64",
+    Format.NVFP4_FP16: "i64",
+    Format.FP8: "u8",
+    Format.BF16: "bf16",
+    Format.F32: "f32",
+}
+
+
+def weight_entry(weight: Weight) -> WeightEntry:
+    """A weight as the plan lists it, with dtype and shape of each array that stores it."""
+    lead = (weight.shape[0],) if len(weight.shape) == 3 else ()
+    matrix = weight.shape[len(lead) :]
+    words = (*matrix[:-1], matrix[-1] // GROUP)
+    shapes = {
+        "data": (_DTYPES[weight.format], (*lead, *(words if weight.format.is_packed else matrix))),
+        "scale": ("u8" if weight.format is Format.NVFP4 else "f16", (*lead, *words)),
+        "global": ("f32", (*lead, weight.rows // weight.part_rows)),
+    }
+    arrays = [WeightArray(a, *shapes[a], bytes=size) for a, size in weight.bytes_by_array().items()]
+    return WeightEntry(
+        name=weight.name,
+        format=weight.format.value,
+        tensor_class=weight.tensor_class,
+        shape=weight.shape,
+        part_rows=weight.part_rows,
+        parts=tuple(WeightPart(part.source, part.rows) for part in weight.parts),
+        arrays=tuple(arrays),
+    )

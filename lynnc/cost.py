@@ -1,0 +1,207 @@
+"""What an op costs: bytes moved and FLOPs as formulas in T (rows) and S (context), and the time they take on a device.
+
+In: an op of a graph. Out: a ``Cost`` of sympy expressions. Bytes are the least a launch must move: each weight, state and
+activation it touches once; experts count as often as they are expected to be distinct under even routing. FLOPs count a
+multiply and an add as two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import sympy
+
+from lynnc import ir
+from lynnc.ir import Graph, Op, S
+from lynnc.target import Device
+
+Expr = sympy.Expr | int
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Bytes by what they belong to, and FLOPs, for one launch."""
+
+    weight_bytes: Expr
+    state_bytes: Expr
+    activation_bytes: Expr
+    flops: Expr
+
+    @property
+    def bytes(self) -> Expr:
+        """All bytes moved."""
+        return self.weight_bytes + self.state_bytes + self.activation_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A cost for given T and S on a device. Times are seconds; ``bound`` is memory, compute or launch."""
+
+    bytes: float
+    flops: float
+    memory_s: float
+    compute_s: float
+    launch_s: float
+
+    @property
+    def seconds(self) -> float:
+        """The larger of moving and computing, plus the launch."""
+        return max(self.memory_s, self.compute_s) + self.launch_s
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs for each byte moved."""
+        return self.flops / self.bytes if self.bytes else 0.0
+
+    @property
+    def bound(self) -> str:
+        """What takes the most of the time."""
+        times = {"memory": self.memory_s, "compute": self.compute_s, "launch": self.launch_s}
+        return max(times, key=lambda name: times[name])
+
+
+def cost(graph: Graph, op: Op) -> Cost:
+    """The cost of one op or launch of the graph."""
+    body = ir.primitive_ops(op)
+    touched = dict.fromkeys((*op.reads, *op.writes))
+    activations = sum((_tensor_bytes(graph, name) for name in touched), sympy.Integer(0))
+    return Cost(
+        weight_bytes=sum((_weight_bytes(graph, inner) for inner in body), sympy.Integer(0)),
+        state_bytes=sum((_rule(_STATE_BYTES, inner)(graph, inner) for inner in body), sympy.Integer(0)),
+        activation_bytes=activations,
+        flops=sum((_rule(_FLOPS, inner)(graph, inner) for inner in body), sympy.Integer(0)),
+    )
+
+
+def estimate(cost_of_op: Cost, rows: int, context: int, device: Device) -> Estimate:
+    """The cost's time on a device for T = ``rows`` and S = ``context``."""
+    values = {ir.T: rows, S: context}
+    moved = float(sympy.sympify(cost_of_op.bytes).subs(values))
+    flops = float(sympy.sympify(cost_of_op.flops).subs(values))
+    return Estimate(
+        bytes=moved,
+        flops=flops,
+        memory_s=moved / device.bandwidth_bytes_per_s,
+        compute_s=flops / device.flops_per_s,
+        launch_s=device.launch_overhead_s,
+    )
+
+
+def _rows(graph: Graph, op: Any) -> Expr:
+    """Rows of an op, from the first tensor it writes or reads."""
+    return graph.tensors[(*op.writes, *op.reads)[0]].shape[0]
+
+
+def _tensor_bytes(graph: Graph, name: str) -> Expr:
+    tensor = graph.tensors[name]
+    return tensor.shape[0] * tensor.width * tensor.dtype.bytes
+
+
+def distinct_experts(experts: int, top_k: int, rows: Expr) -> Expr:
+    """Experts that ``rows`` tokens are expected to use under even routing."""
+    return experts * (1 - sympy.Rational(experts - top_k, experts) ** rows)
+
+
+def _weight_bytes(graph: Graph, op: Op) -> Expr:
+    total: Expr = sympy.Integer(0)
+    for name in op.names("weight"):
+        weight = graph.weights[name]
+        share = sympy.Rational(weight.bytes, max(weight.experts * weight.rows, 1))
+        if isinstance(op, ir.ExpertLinear):
+            used = distinct_experts(weight.experts, int(graph.tensors[op.ids].shape[1]), _rows(graph, op))
+            total += used * weight.rows * share
+        elif isinstance(op, ir.Linear):
+            total += graph.tensors[op.out].width * share
+        elif isinstance(op, ir.Embed):
+            total += _rows(graph, op) * share
+        else:
+            total += weight.bytes
+    return total
+
+
+def _none(graph: Graph, op: Any) -> Expr:
+    return sympy.Integer(0)
+
+
+def _attention_bytes(graph: Graph, op: Any) -> Expr:
+    return _rows(graph, op) * 2 * op.kv_heads * S * op.head_dim * 2
+
+
+def _append_bytes(graph: Graph, op: ir.CacheAppend) -> Expr:
+    return graph.tensors[op.k].shape[0] * 2 * op.kv_heads * op.head_dim * 2
+
+
+def _delta_bytes(graph: Graph, op: ir.GatedDelta) -> Expr:
+    """A slot's state is read and written once a step."""
+    return sympy.Integer(2 * op.value_heads * op.key_dim * op.value_dim * 4)
+
+
+def _conv_bytes(graph: Graph, op: ir.CausalConv) -> Expr:
+    return graph.tensors[op.x].width * 2 * (op.width - 1 + _rows(graph, op))
+
+
+def _linear_flops(graph: Graph, op: Any) -> Expr:
+    out, columns = graph.tensors[op.out], graph.weights[op.weight].columns
+    return 2 * out.shape[0] * out.width * columns
+
+
+def _attention_flops(graph: Graph, op: Any) -> Expr:
+    return 4 * _rows(graph, op) * op.heads * op.head_dim * S
+
+
+def _delta_flops(graph: Graph, op: ir.GatedDelta) -> Expr:
+    """Decay, prediction, update and read of the state for each row."""
+    return 7 * _rows(graph, op) * op.value_heads * op.key_dim * op.value_dim
+
+
+def _conv_flops(graph: Graph, op: ir.CausalConv) -> Expr:
+    return 2 * op.width * _rows(graph, op) * graph.tensors[op.x].width
+
+
+def _elementwise(per_value: int) -> Callable[[Graph, Any], Expr]:
+    """FLOPs of an op that does ``per_value`` for each value of its first output, or input where it has none."""
+
+    def flops(graph: Graph, op: Op) -> Expr:
+        tensor = graph.tensors[(*op.writes, *op.reads)[0]]
+        return per_value * tensor.shape[0] * tensor.width
+
+    return flops
+
+
+def _rule(table: Mapping[type[Op], Callable[[Graph, Any], Expr]], op: Op) -> Callable[[Graph, Any], Expr]:
+    return table.get(type(op), _none)
+
+
+_STATE_BYTES: Mapping[type[Op], Callable[[Graph, Any], Expr]] = MappingProxyType(
+    {
+        ir.Attention: _attention_bytes,
+        ir.AttentionPartial: _attention_bytes,
+        ir.CacheAppend: _append_bytes,
+        ir.GatedDelta: _delta_bytes,
+        ir.CausalConv: _conv_bytes,
+    }
+)
+
+_FLOPS: Mapping[type[Op], Callable[[Graph, Any], Expr]] = MappingProxyType(
+    {
+        ir.Linear: _linear_flops,
+        ir.ExpertLinear: _linear_flops,
+        ir.Attention: _attention_flops,
+        ir.AttentionPartial: _attention_flops,
+        ir.GatedDelta: _delta_flops,
+        ir.CausalConv: _conv_flops,
+        ir.RmsNorm: _elementwise(4),
+        ir.GatedNorm: _elementwise(8),
+        ir.HeadNormRope: _elementwise(8),
+        ir.SiluMul: _elementwise(5),
+        ir.Add: _elementwise(1),
+        ir.Combine: _elementwise(2),
+        ir.SharedAdd: _elementwise(3),
+        ir.OutputGate: _elementwise(4),
+        ir.AttentionCombine: _elementwise(4),
+        ir.DeltaGates: _elementwise(8),
+    }
+)

@@ -1,0 +1,164 @@
+"""Reads and writes plan folders: ``plan.json`` and ``kernels/``, whole or not at all, checked by digest.
+
+In: a plan with its files, or a folder. Out: the folder (by rename), or a ``Plan``. Needs only the standard library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import types
+import typing
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from lynnc.errors import OutputError, PlanError
+from lynnc.plan import SCHEMA, Plan
+
+PLAN_FILE = "plan.json"
+
+
+def file_digest(data: bytes) -> str:
+    """SHA-256 in hexadecimal, as ``Plan.files`` holds it."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def save_plan(plan: Plan, contents: Mapping[str, bytes], folder: Path, force: bool = False) -> None:
+    """Writes the folder; ``contents`` are its files by relative path, as ``plan.files`` lists them.
+
+    OutputError if it exists and ``force`` is off, or if it cannot be written. A folder of the same name is replaced only
+    after the new one is complete.
+    """
+    if folder.exists() and not force:
+        raise OutputError(f"{folder} exists already: choose another --output or pass --force to replace it.")
+    if folder.exists() and not (folder / PLAN_FILE).is_file():
+        raise OutputError(f"{folder} is not a plan folder and will not be replaced: choose another --output.")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
+            fresh = Path(scratch) / "new"
+            _write_files(fresh, {**contents, PLAN_FILE: plan_text(plan).encode()})
+            _swap(fresh, folder, Path(scratch) / "old")
+    except OSError as error:
+        raise OutputError(f"{folder} cannot be written ({error.strerror or error}): choose another --output.") from error
+
+
+def plan_text(plan: Plan) -> str:
+    """``plan.json``: sorted keys, so equal plans are equal bytes."""
+    return json.dumps(plan.to_json(), indent=1, sort_keys=True) + "\n"
+
+
+def _write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
+    for name, data in contents.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+def _swap(fresh: Path, folder: Path, old: Path) -> None:
+    """Puts ``fresh`` in the place of ``folder``; another process may be doing the same, and then either one's stays."""
+    for _ in range(100):
+        with suppress(FileNotFoundError):
+            folder.rename(old)
+        try:
+            fresh.rename(folder)
+            return
+        except OSError:
+            if not folder.exists():
+                raise
+            shutil.rmtree(old, ignore_errors=True)
+    raise OSError(f"{folder} keeps being replaced by another process")
+
+
+def load_plan(folder: str | os.PathLike[str], arch: str | None = None) -> Plan:
+    """The plan in a folder, with every file checked against its digest.
+
+    PlanError, saying what to run, if it is missing, damaged, of another schema, or, where ``arch`` is given (such as
+    ``sm_90a``), made for another architecture.
+    """
+    path = Path(folder)
+    plan = read_plan(path)
+    if arch is not None and plan.arch != arch:
+        raise PlanError(
+            f"{path} is for {plan.arch} and this GPU is {arch}: run `lynnc compile {plan.model_name} "
+            f"--target {arch.rstrip('abcdef')}`."
+        )
+    for name, expected in plan.files.items():
+        try:
+            data = (path / name).read_bytes()
+        except OSError as error:
+            raise PlanError(f"{path / name} cannot be read ({error.strerror}): {_again(plan)}.") from error
+        if file_digest(data) != expected:
+            raise PlanError(f"{path / name} was changed since it was compiled: {_again(plan)}.")
+    return plan
+
+
+def read_plan(path: Path) -> Plan:
+    """``plan.json`` alone, without reading the kernels."""
+    try:
+        data = json.loads((path / PLAN_FILE).read_text())
+    except FileNotFoundError as error:
+        raise PlanError(f"{path} is not a plan folder (no {PLAN_FILE} in it): name one that `lynnc compile` made.") from error
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{path / PLAN_FILE} cannot be read ({error}): compile the model again.") from error
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if schema != SCHEMA:
+        raise PlanError(f"{path} has plan schema {schema} and this lynnc reads {SCHEMA}: compile the model again.")
+    try:
+        return typing.cast(Plan, _decode(Plan, data))
+    except (KeyError, TypeError, ValueError) as error:
+        raise PlanError(f"{path / PLAN_FILE} is damaged ({error}): compile the model again.") from error
+
+
+def _again(plan: Plan) -> str:
+    return f"run `lynnc compile {plan.model_name} --target {plan.target}` again"
+
+
+def _decode(kind: Any, data: Any) -> Any:
+    """JSON values as a value of ``kind``: a dataclass, a tuple or mapping of such, or a plain value of that type."""
+    origin, parameters = typing.get_origin(kind), typing.get_args(kind)
+    if is_dataclass(kind):
+        return _decode_record(kind, data)
+    if origin is tuple:
+        if not isinstance(data, list):
+            raise TypeError(f"a list was expected, not {data!r}")
+        kinds = [parameters[0]] * len(data) if parameters[-1] is Ellipsis else parameters
+        return tuple(_decode(item, value) for item, value in zip(kinds, data, strict=True))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        if not isinstance(data, dict):
+            raise TypeError(f"an object was expected, not {data!r}")
+        return {key: _decode(parameters[1], value) for key, value in data.items()}
+    if origin in (typing.Union, types.UnionType):
+        return _decode_union(parameters, data)
+    if kind is object:
+        return data
+    if kind is float and isinstance(data, int):
+        return float(data)
+    if not isinstance(data, kind) or (kind is int and isinstance(data, bool)):
+        raise TypeError(f"{kind.__name__} was expected, not {data!r}")
+    return data
+
+
+def _decode_record(kind: Any, data: Any) -> Any:
+    if not isinstance(data, dict):
+        raise TypeError(f"an object was expected, not {data!r}")
+    hints = typing.get_type_hints(kind)
+    names = {item.name for item in fields(kind)}
+    if set(data) != names:
+        raise KeyError(f"{kind.__name__} has other fields: {', '.join(sorted(set(data) ^ names))}")
+    return kind(**{name: _decode(hints[name], value) for name, value in data.items()})
+
+
+def _decode_union(parameters: tuple[Any, ...], data: Any) -> Any:
+    if data is None and type(None) in parameters:
+        return None
+    for member in parameters:
+        if isinstance(member, type) and type(data) is member:
+            return data
+    raise TypeError(f"one of {', '.join(str(member) for member in parameters)} was expected, not {data!r}")
