@@ -2,7 +2,8 @@
 
 In: an op of a graph. Out: a ``Cost`` of sympy expressions. Bytes are the least a launch must move: each weight, state and
 activation it touches once; experts count as often as they are expected to be distinct under even routing. FLOPs count a
-multiply and an add as two.
+multiply and an add as two. All rows of a step are taken to belong to one slot whose last one stands at position S - 1,
+as in single-stream decode, speculation and prefill.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def cost(graph: Graph, op: Op) -> Cost:
     """The cost of one op or launch of the graph."""
     body = ir.primitive_ops(op)
     touched = dict.fromkeys((*op.reads, *op.writes))
-    activations = sum((_tensor_bytes(graph, name) for name in touched), sympy.Integer(0))
+    shares = _used_shares(body)
+    activations = sum((_tensor_bytes(graph, name) * shares.get(name, 1) for name in touched), sympy.Integer(0))
     return Cost(
         weight_bytes=sum((_weight_bytes(graph, inner) for inner in body), sympy.Integer(0)),
         state_bytes=sum((_rule(_STATE_BYTES, inner)(graph, inner) for inner in body), sympy.Integer(0)),
@@ -100,6 +102,15 @@ def _tensor_bytes(graph: Graph, name: str) -> Expr:
     return tensor.shape[0] * tensor.width * tensor.dtype.bytes
 
 
+def _used_shares(body: tuple[Op, ...]) -> Mapping[str, Expr]:
+    """The share of a tensor that is touched at all: runs of split attention past the context stay untouched."""
+    return {
+        op.partial: sympy.Min(1, sympy.ceiling(S / op.tile) / op.splits)
+        for op in body
+        if isinstance(op, ir.AttentionPartial | ir.AttentionCombine)
+    }
+
+
 def distinct_experts(experts: int, top_k: int, rows: Expr) -> Expr:
     """Experts that ``rows`` tokens are expected to use under even routing."""
     return experts * (1 - sympy.Rational(experts - top_k, experts) ** rows)
@@ -127,7 +138,8 @@ def _none(graph: Graph, op: Any) -> Expr:
 
 
 def _attention_bytes(graph: Graph, op: Any) -> Expr:
-    return _rows(graph, op) * 2 * op.kv_heads * S * op.head_dim * 2
+    """The slot's keys and values once, however many rows read them."""
+    return 2 * op.kv_heads * S * op.head_dim * 2
 
 
 def _append_bytes(graph: Graph, op: ir.CacheAppend) -> Expr:
@@ -140,7 +152,8 @@ def _delta_bytes(graph: Graph, op: ir.GatedDelta) -> Expr:
 
 
 def _conv_bytes(graph: Graph, op: ir.CausalConv) -> Expr:
-    return graph.tensors[op.x].width * 2 * (op.width - 1 + _rows(graph, op))
+    """The inputs before the step are read, and those of the step kept as far as the ring holds them."""
+    return graph.tensors[op.x].width * 2 * (op.width - 1 + sympy.Min(_rows(graph, op), op.ring))
 
 
 def _linear_flops(graph: Graph, op: Any) -> Expr:
@@ -149,7 +162,9 @@ def _linear_flops(graph: Graph, op: Any) -> Expr:
 
 
 def _attention_flops(graph: Graph, op: Any) -> Expr:
-    return 4 * _rows(graph, op) * op.heads * op.head_dim * S
+    """Row t of T sees S - T + 1 + t positions: on average S - (T - 1) / 2."""
+    rows = _rows(graph, op)
+    return 4 * rows * op.heads * op.head_dim * (S - sympy.Rational(1, 2) * (rows - 1))
 
 
 def _delta_flops(graph: Graph, op: ir.GatedDelta) -> Expr:

@@ -35,18 +35,34 @@ def save_plan(plan: Plan, contents: Mapping[str, bytes], folder: Path, force: bo
     OutputError if it exists and ``force`` is off, or if it cannot be written. A folder of the same name is replaced only
     after the new one is complete.
     """
-    if folder.exists() and not force:
-        raise OutputError(f"{folder} exists already: choose another --output or pass --force to replace it.")
-    if folder.exists() and not (folder / PLAN_FILE).is_file():
-        raise OutputError(f"{folder} is not a plan folder and will not be replaced: choose another --output.")
+    check_output(folder, force)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
             fresh = Path(scratch) / "new"
             _write_files(fresh, {**contents, PLAN_FILE: plan_text(plan).encode()})
-            _swap(fresh, folder, Path(scratch) / "old")
+            if force:
+                _swap(fresh, folder, Path(scratch) / "old")
+            else:
+                _place(fresh, folder)
     except OSError as error:
         raise OutputError(f"{folder} cannot be written ({error.strerror or error}): choose another --output.") from error
+
+
+def check_output(folder: Path, force: bool = False) -> None:
+    """OutputError if ``save_plan`` would refuse the folder: worth asking before a compilation of minutes."""
+    if os.path.lexists(folder) and not force:
+        raise _exists(folder)
+    if os.path.lexists(folder) and not (folder / PLAN_FILE).is_file():
+        raise OutputError(f"{folder} is not a plan folder and will not be replaced: choose another --output.")
+    parent = next(above for above in folder.absolute().parents if above.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        why = "no permission to write there" if parent.is_dir() else "not a folder"
+        raise OutputError(f"{folder} cannot be written ({parent}: {why}): choose another --output.")
+
+
+def _exists(folder: Path) -> OutputError:
+    return OutputError(f"{folder} exists already: choose another --output or pass --force to replace it.")
 
 
 def plan_text(plan: Plan) -> str:
@@ -61,6 +77,16 @@ def _write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
         path.write_bytes(data)
 
 
+def _place(fresh: Path, folder: Path) -> None:
+    """Puts ``fresh`` where nothing is; another process may have been faster since we looked."""
+    try:
+        fresh.rename(folder)
+    except OSError as error:
+        if folder.exists():
+            raise _exists(folder) from error
+        raise
+
+
 def _swap(fresh: Path, folder: Path, old: Path) -> None:
     """Puts ``fresh`` in the place of ``folder``; another process may be doing the same, and then either one's stays."""
     for _ in range(100):
@@ -73,6 +99,10 @@ def _swap(fresh: Path, folder: Path, old: Path) -> None:
             if not folder.exists():
                 raise
             shutil.rmtree(old, ignore_errors=True)
+        finally:
+            # An interrupt between the two renames must not take the former plan with it.
+            if old.exists() and not folder.exists():
+                old.rename(folder)
     raise OSError(f"{folder} keeps being replaced by another process")
 
 

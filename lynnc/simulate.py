@@ -1,8 +1,9 @@
-"""Runs a program's launches with Triton's interpreter on the CPU: the generated kernels themselves, without a GPU.
+"""Runs a program's launches from their source: with Triton's interpreter on the CPU, or just in time on a GPU.
 
-In: a lowered program, packed weights and states as torch tensors. Out: the program's tensors. The process must have
-been started with ``TRITON_INTERPRET=1``: Triton decides when it is imported. Inline PTX and programmatic launch are
-replaced by their plain twins with the same rounding points (``interpret`` in the templates).
+In: a lowered program, packed weights and states as torch tensors. Out: the program's tensors. On the CPU the process
+must have been started with ``TRITON_INTERPRET=1``: Triton decides when it is imported. There inline PTX and programmatic
+launch are replaced by their plain twins with the same rounding points (``interpret`` in the templates). On a GPU it
+serves to compare kernels without the runtime, launch by launch.
 
 Example::
 
@@ -48,42 +49,64 @@ class Simulator:
     """Holds kernels, weights and states; ``run`` executes one step of a program."""
 
     def __init__(
-        self, kernels: Mapping[str, KernelEntry], weights: Packed, states: Mapping[str, torch.Tensor], context: int
+        self,
+        kernels: Mapping[str, KernelEntry],
+        weights: Packed,
+        states: Mapping[str, torch.Tensor],
+        context: int,
+        device: str = "cpu",
     ) -> None:
-        if not triton.knobs.runtime.interpret:
-            raise OptionError("The simulator needs TRITON_INTERPRET=1 in the environment before the process starts.")
+        if (device == "cpu") != triton.knobs.runtime.interpret:
+            state = "needs" if device == "cpu" else "must not have"
+            raise OptionError(f"The simulator on {device} {state} TRITON_INTERPRET=1 before the process starts.")
         self.kernels = kernels
-        self.weights = weights
-        self.states = states
+        self.device = device
+        self.weights = {key: array.to(device) for key, array in weights.items()}
+        self.states = {name: state.to(device) for name, state in states.items()}
         self.context = context
         self._functions: dict[str, Any] = {}
 
     def run(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """All tensors that still have their memory after the step; workspace is poisoned before it."""
         rows = inputs["token"].shape[0]
-        memory = _Memory(program, rows, self.context)
+        memory = _Memory(program, rows, self.context, self.device)
         for name in program.inputs:
             memory.typed(name).copy_(inputs[name])
         for launch in program.launches:
             entry = self.kernels[launch.kernel]
             grid = tuple(evaluate(size, rows, self.context) for size in launch.grid)
             args = {arg.parameter: self._value(arg, memory, rows) for arg in launch.args}
-            self._function(entry)[grid](**args, **entry.constants)
+            self._function(entry)[grid](**args, **entry.constants, **self._launch_options(entry))
         return {place.name: memory.typed(place.name) for place in program.tensors}
 
     def _value(self, arg: Argument, memory: _Memory, rows: int) -> Any:
         if arg.kind == "value":
             return evaluate(arg.value, rows, self.context)
         if arg.kind == "null":
-            return torch.zeros(1, dtype=_VIEW[arg.type])
+            return torch.zeros(1, dtype=_VIEW[arg.type], device=self.device)
         if arg.kind == "tensor":
             return memory.raw(arg.name).view(_VIEW[arg.type])
         found = self.weights[arg.name, arg.array] if arg.kind == "weight" else self.states[arg.name]
         return found.reshape(-1).view(_VIEW[arg.type])
 
+    def _launch_options(self, entry: KernelEntry) -> dict[str, object]:
+        if self.device == "cpu":
+            return {}
+        knobs = entry.knobs
+        pdl = bool(entry.structure["pdl"])
+        return {
+            "num_warps": knobs["num_warps"],
+            "num_stages": knobs["num_stages"],
+            "launch_pdl": pdl,
+            "enable_fp_fusion": True,
+        }
+
     def _function(self, entry: KernelEntry) -> Any:
         if entry.key not in self._functions:
-            text = render(entry.template, {**entry.structure, "interpret": True, "pdl": False}, {})
+            structure = dict(entry.structure)
+            if self.device == "cpu":
+                structure.update(interpret=True, pdl=False)
+            text = render(entry.template, structure, {})
             self._functions[entry.key] = _import(text).kernel
         return self._functions[entry.key]
 
@@ -91,11 +114,11 @@ class Simulator:
 class _Memory:
     """One step's workspace, inputs and outputs as bytes."""
 
-    def __init__(self, program: Program, rows: int, context: int) -> None:
+    def __init__(self, program: Program, rows: int, context: int, device: str) -> None:
         self.places: dict[str, TensorPlace] = {place.name: place for place in program.tensors}
-        self.workspace = torch.full((program.workspace_bytes,), POISON, dtype=torch.uint8)
+        self.workspace = torch.full((program.workspace_bytes,), POISON, dtype=torch.uint8, device=device)
         self.own = {
-            place.name: torch.full((place.bytes,), POISON, dtype=torch.uint8)
+            place.name: torch.full((place.bytes,), POISON, dtype=torch.uint8, device=device)
             for place in program.tensors
             if place.offset is None
         }

@@ -1,5 +1,23 @@
-"""Runs kernels with Triton's interpreter: the variable must be set before anything imports Triton."""
+"""Where kernels run: Triton's interpreter on the CPU, or, with ``--device cuda``, a real GPU.
+
+Triton decides when it is imported, so the variable is set before any test module is.
+"""
+
+from __future__ import annotations
 
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where generated kernels run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    device = config.getoption("--device")
+    if device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+    import harness
+
+    harness.use_device(device)

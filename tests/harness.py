@@ -18,6 +18,12 @@ from lynnc.simulate import Simulator
 from lynnc.target import find_target
 
 TARGET = find_target("sm_90")
+_DEVICE = ["cpu"]
+
+
+def use_device(device: str) -> None:
+    """Where ``run_both`` runs kernels from now on."""
+    _DEVICE[0] = device
 
 
 @dataclass(frozen=True)
@@ -138,10 +144,11 @@ def run_both(
     step.setdefault("token", torch.zeros(next(iter(inputs.values())).shape[0], 1, dtype=torch.int32))
     lowered = lower(graph, choose_all(graph, TARGET, Records(), knobs), TARGET, prefill_rows=64)
     entries = {key: call.entry for key, call in lowered.kernels.items()}
-    simulator = Simulator(entries, packed, kernel_states, context)
+    simulator = Simulator(entries, packed, kernel_states, context, _DEVICE[0])
     kernels = simulator.run(lowered.program, step)
     reference = interpret(graph, values, reference_states, step)
-    return Outcome(kernels, reference, kernel_states, reference_states)
+    kernel_states = {name: value.cpu() for name, value in simulator.states.items()}
+    return Outcome({name: value.cpu() for name, value in kernels.items()}, reference, kernel_states, reference_states)
 
 
 __all__ = ["Errors", "Outcome", "PackedWeight", "assert_close", "errors", "op_graph", "pack_graph", "replace", "run_both"]

@@ -1,7 +1,305 @@
-"""Gated DeltaNet."""
+"""Gated DeltaNet: each of its ops alone, for prefill and unfused decode, and the fused step of at most 8 rows."""
 
 from __future__ import annotations
 
-from lynnc.kernels.kernel import Kernel
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TypeVar
 
-KERNELS: tuple[Kernel, ...] = ()
+from lynnc.ir import CausalConv, DeltaGates, GatedDelta, GatedNorm, Graph, Op, primitive_ops
+from lynnc.kernels.kernel import (
+    Arg,
+    Binding,
+    Choice,
+    Family,
+    Kernel,
+    Knobs,
+    PowerOfTwo,
+    Problem,
+    ceil_div,
+    next_power_of_two,
+    placed,
+    state_arg,
+    tensor_arg,
+    value_arg,
+    weight_args,
+)
+from lynnc.target import Target
+
+MOST_ROWS = 8
+"""Rows of the largest decode program."""
+MOST_STATE_REGISTERS = 128
+"""Registers of a thread, of 255, that the state may fill: its products with q and k need as many again for a while."""
+LINE_FLOATS = 32
+"""FP32 values in a line of the L2 cache."""
+
+OpKind = TypeVar("OpKind", bound=Op)
+
+
+def _only(op: Op, kind: type[OpKind]) -> OpKind:
+    return next(inner for inner in primitive_ops(op) if isinstance(inner, kind))
+
+
+def _vector(graph: Graph, parameter: str, weight: str) -> Arg:
+    """Pointer to the data of a weight that is never packed."""
+    return weight_args(graph.weights[weight], (parameter, "", ""))[0]
+
+
+def _place(graph: Graph, tensor: str, prefix: str) -> Mapping[str, int]:
+    """Row stride and first column of a tensor, as constants ``PREFIX_STRIDE`` and ``PREFIX_OFFSET``."""
+    place = placed(graph, tensor)
+    return {f"{prefix}_STRIDE": place.stride, f"{prefix}_OFFSET": place.offset}
+
+
+def _row_args(graph: Graph, op: CausalConv) -> tuple[Arg, ...]:
+    return tuple(tensor_arg(graph, name, getattr(op, name)) for name in ("position", "slot", "start"))
+
+
+def _head_constants(op: GatedDelta) -> Mapping[str, int]:
+    return {
+        "KEY_HEADS": op.key_heads,
+        "VALUE_HEADS": op.value_heads,
+        "KEY_DIM": op.key_dim,
+        "VALUE_DIM": op.value_dim,
+        "BLOCK_K": next_power_of_two(op.key_dim),
+    }
+
+
+def _state_registers(problem: Problem, columns: int, knobs: Knobs) -> str | None:
+    """Why the state of a program does not fit in its registers."""
+    registers = next_power_of_two(int(problem["key_dim"])) * columns // (32 * knobs["num_warps"])
+    if registers <= MOST_STATE_REGISTERS:
+        return None
+    return (
+        f"{registers} registers a thread for a state of {problem['key_dim']} x {columns} are more than "
+        f"{MOST_STATE_REGISTERS}: choose more warps or fewer columns"
+    )
+
+
+def _whole_head_fits(problem: Problem, knobs: Knobs, target: Target) -> str | None:
+    return _state_registers(problem, next_power_of_two(int(problem["value_dim"])), knobs)
+
+
+def _block_fits(problem: Problem, knobs: Knobs, target: Target) -> str | None:
+    return _state_registers(problem, knobs["BLOCK_V"], knobs)
+
+
+def _ring_outlasts_step(problem: Problem, knobs: Knobs, target: Target) -> str | None:
+    """A program reads old inputs while another stores new ones: they must never share an entry of the ring."""
+    needed = MOST_ROWS + int(problem["width"]) - 1
+    if int(problem["ring"]) >= needed:
+        return None
+    return f"a ring of {problem['ring']} positions is shorter than the {needed} that a step of {MOST_ROWS} rows touches"
+
+
+def _ring_holds_inputs(problem: Problem, knobs: Knobs, target: Target) -> str | None:
+    if int(problem["ring"]) >= int(problem["width"]) >= 2:
+        return None
+    return f"a convolution of width {problem['width']} needs a ring that long, not {problem['ring']}, and a width of 2"
+
+
+def _heads_divide(problem: Problem, knobs: Knobs, target: Target) -> str | None:
+    if int(problem["value_heads"]) % int(problem["key_heads"]) == 0:
+        return None
+    return f"{problem['value_heads']} value heads are no multiple of {problem['key_heads']} key heads"
+
+
+def _conv_problem(graph: Graph, op: Op) -> Problem:
+    conv = _only(op, CausalConv)
+    return {"channels": graph.tensors[conv.x].width, "width": conv.width, "ring": conv.ring}
+
+
+def _gates_problem(graph: Graph, op: Op) -> Problem:
+    return {"value_heads": graph.tensors[_only(op, DeltaGates).beta].width}
+
+
+def _delta_problem(graph: Graph, op: Op) -> Problem:
+    delta = _only(op, GatedDelta)
+    return {
+        "key_heads": delta.key_heads,
+        "value_heads": delta.value_heads,
+        "key_dim": delta.key_dim,
+        "value_dim": delta.value_dim,
+    }
+
+
+def _norm_problem(graph: Graph, op: Op) -> Problem:
+    heads, head_dim = graph.tensors[_only(op, GatedNorm).x].shape[1:]
+    return {"heads": int(heads), "head_dim": int(head_dim)}
+
+
+def _step_problem(graph: Graph, op: Op) -> Problem:
+    return {**_conv_problem(graph, op), **_delta_problem(graph, op)}
+
+
+def _bind_conv(graph: Graph, op: Op, knobs: Knobs) -> Binding:
+    conv = _only(op, CausalConv)
+    rows, channels = graph.tensors[conv.out].shape[0], graph.tensors[conv.out].width
+    args = (
+        tensor_arg(graph, "x", conv.x),
+        *_row_args(graph, conv),
+        _vector(graph, "weight", conv.weight),
+        state_arg(graph, "state", conv.state),
+        tensor_arg(graph, "out", conv.out),
+        value_arg("rows", rows),
+    )
+    constants = {
+        "CHANNELS": channels,
+        **_place(graph, conv.x, "X"),
+        "WIDTH": conv.width,
+        "RING": conv.ring,
+        "BLOCK_C": knobs["BLOCK_C"],
+        "BLOCK_RING": next_power_of_two(conv.ring),
+    }
+    return Binding(args, MappingProxyType(constants), (rows, ceil_div(channels, knobs["BLOCK_C"]), 1))
+
+
+def _bind_gates(graph: Graph, op: Op, knobs: Knobs) -> Binding:
+    gates = _only(op, DeltaGates)
+    rows, heads = graph.tensors[gates.beta].shape[0], graph.tensors[gates.beta].width
+    args = (
+        tensor_arg(graph, "b", gates.b),
+        tensor_arg(graph, "a", gates.a),
+        _vector(graph, "a_log", gates.a_log),
+        _vector(graph, "dt_bias", gates.dt_bias),
+        tensor_arg(graph, "beta", gates.beta),
+        tensor_arg(graph, "g", gates.g),
+    )
+    constants = {
+        "HEADS": heads,
+        **_place(graph, gates.b, "B"),
+        **_place(graph, gates.a, "A"),
+        "BLOCK_HEADS": next_power_of_two(heads),
+    }
+    return Binding(args, MappingProxyType(constants), (rows, 1, 1))
+
+
+def _bind_delta(graph: Graph, op: Op, knobs: Knobs) -> Binding:
+    delta = _only(op, GatedDelta)
+    args = (
+        tensor_arg(graph, "qkv", delta.qkv),
+        tensor_arg(graph, "beta", delta.beta),
+        tensor_arg(graph, "g", delta.g),
+        tensor_arg(graph, "position", delta.position),
+        tensor_arg(graph, "slot", delta.slot),
+        state_arg(graph, "state", delta.state),
+        tensor_arg(graph, "out", delta.out),
+        value_arg("rows", graph.tensors[delta.out].shape[0]),
+    )
+    constants = {**_place(graph, delta.qkv, "QKV"), **_head_constants(delta), "BLOCK_V": knobs["BLOCK_V"]}
+    blocks = ceil_div(delta.value_dim, knobs["BLOCK_V"])
+    return Binding(args, MappingProxyType(constants), (delta.value_heads, blocks, 1))
+
+
+def _bind_norm(graph: Graph, op: Op, knobs: Knobs) -> Binding:
+    norm = _only(op, GatedNorm)
+    rows, heads, head_dim = graph.tensors[norm.x].shape
+    args = (
+        tensor_arg(graph, "x", norm.x),
+        tensor_arg(graph, "z", norm.z),
+        _vector(graph, "weight", norm.weight),
+        tensor_arg(graph, "out", norm.out),
+    )
+    constants = {
+        "HEADS": int(heads),
+        "HEAD_DIM": int(head_dim),
+        **_place(graph, norm.x, "X"),
+        **_place(graph, norm.z, "Z"),
+        "EPS": norm.eps,
+        "BLOCK_HEADS": knobs["BLOCK_HEADS"],
+        "BLOCK_D": next_power_of_two(int(head_dim)),
+    }
+    return Binding(args, MappingProxyType(constants), (rows, ceil_div(heads, knobs["BLOCK_HEADS"]), 1))
+
+
+def _bind_step(graph: Graph, op: Op, knobs: Knobs) -> Binding:
+    conv, gates, delta, norm = (
+        _only(op, CausalConv),
+        _only(op, DeltaGates),
+        _only(op, GatedDelta),
+        _only(op, GatedNorm),
+    )
+    args = (
+        tensor_arg(graph, "qkv", conv.x),
+        *_row_args(graph, conv),
+        _vector(graph, "conv_weight", conv.weight),
+        state_arg(graph, "conv_state", conv.state),
+        tensor_arg(graph, "b", gates.b),
+        tensor_arg(graph, "a", gates.a),
+        _vector(graph, "a_log", gates.a_log),
+        _vector(graph, "dt_bias", gates.dt_bias),
+        tensor_arg(graph, "z", norm.z),
+        _vector(graph, "norm", norm.weight),
+        state_arg(graph, "state", delta.state),
+        tensor_arg(graph, "out", norm.out),
+        value_arg("rows", graph.tensors[norm.out].shape[0]),
+    )
+    constants = {
+        **_place(graph, conv.x, "QKV"),
+        **_place(graph, gates.b, "B"),
+        **_place(graph, gates.a, "A"),
+        **_place(graph, norm.z, "Z"),
+        "WIDTH": conv.width,
+        "RING": conv.ring,
+        "EPS": norm.eps,
+        **_head_constants(delta),
+        "BLOCK_V": next_power_of_two(delta.value_dim),
+        "LINES": next_power_of_two(-(-delta.key_dim * delta.value_dim // LINE_FLOATS)),
+        "PREFETCH": bool(knobs["PREFETCH"]),
+    }
+    return Binding(args, MappingProxyType(constants), (delta.value_heads, 1, 1))
+
+
+ONE_STAGE = Choice((1,))
+"""Loops over rows carry the state from row to row: there is nothing to pipeline."""
+
+CAUSAL_CONV = Kernel(
+    name="causal_conv",
+    patterns=("CausalConv",),
+    family=Family.ANY,
+    space=MappingProxyType({"BLOCK_C": PowerOfTwo(64, 2048), "num_warps": PowerOfTwo(1, 8), "num_stages": ONE_STAGE}),
+    default=lambda problem, target: {"BLOCK_C": 512, "num_warps": 4, "num_stages": 1},
+    problem=_conv_problem,
+    bind=_bind_conv,
+    constraints=(_ring_holds_inputs,),
+)
+DELTA_GATES = Kernel(
+    name="delta_gates",
+    patterns=("DeltaGates",),
+    family=Family.ANY,
+    space=MappingProxyType({"num_warps": PowerOfTwo(1, 4), "num_stages": ONE_STAGE}),
+    default=lambda problem, target: {"num_warps": 1, "num_stages": 1},
+    problem=_gates_problem,
+    bind=_bind_gates,
+)
+GATED_DELTA = Kernel(
+    name="gated_delta",
+    patterns=("GatedDelta",),
+    family=Family.ANY,
+    space=MappingProxyType({"BLOCK_V": PowerOfTwo(8, 256), "num_warps": PowerOfTwo(1, 16), "num_stages": ONE_STAGE}),
+    default=lambda problem, target: {"BLOCK_V": 32, "num_warps": 4, "num_stages": 1},
+    problem=_delta_problem,
+    bind=_bind_delta,
+    constraints=(_heads_divide, _block_fits),
+)
+GATED_NORM = Kernel(
+    name="gated_norm",
+    patterns=("GatedNorm",),
+    family=Family.ANY,
+    space=MappingProxyType({"BLOCK_HEADS": PowerOfTwo(1, 64), "num_warps": PowerOfTwo(1, 8), "num_stages": ONE_STAGE}),
+    default=lambda problem, target: {"BLOCK_HEADS": 8, "num_warps": 4, "num_stages": 1},
+    problem=_norm_problem,
+    bind=_bind_norm,
+)
+GDN_STEP = Kernel(
+    name="gdn_step",
+    patterns=("GdnStep",),
+    family=Family.DECODE,
+    space=MappingProxyType({"PREFETCH": Choice((0, 1)), "num_warps": PowerOfTwo(1, 16), "num_stages": ONE_STAGE}),
+    default=lambda problem, target: {"PREFETCH": 0, "num_warps": 8, "num_stages": 1},
+    problem=_step_problem,
+    bind=_bind_step,
+    constraints=(_heads_divide, _ring_outlasts_step, _whole_head_fits),
+)
+
+KERNELS: tuple[Kernel, ...] = (CAUSAL_CONV, DELTA_GATES, GATED_DELTA, GATED_NORM, GDN_STEP)
