@@ -7,6 +7,7 @@ workspace. Two tensors share memory only if no op needs both, so a launch never 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from lynnc.ir import Dim, Graph, T
 from lynnc.plan import TensorPlace
@@ -72,6 +73,7 @@ def _place(graph: Graph, span: _Span, offset: int | None) -> TensorPlace:
     return TensorPlace(span.name, tensor.dtype.value, tuple(dim_text(d) for d in tensor.shape), span.bytes, offset)
 
 
+@cache
 def dim_text(dim: Dim) -> int | str:
     """A size as a number, or as text where it depends on T or S."""
     return int(dim) if isinstance(dim, int) or dim.is_number else str(dim)

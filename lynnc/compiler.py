@@ -21,14 +21,15 @@ from lynnc.buffers import dim_text
 from lynnc.build import build_graph
 from lynnc.choose import choose_all
 from lynnc.compile import Progress, compile_kernels
-from lynnc.errors import ModelError, OptionError
+from lynnc.errors import ModelError
 from lynnc.ir import GROUP, Format, Graph, T, Weight
-from lynnc.lower import KernelCall, Lowered, lower, program_rows
+from lynnc.lower import KernelCall, Lowered, lower
 from lynnc.model import ModelSpec
 from lynnc.modelfile import dump_model
 from lynnc.passes import check_pass_names, run_passes
 from lynnc.plan import KernelEntry, Options, Plan, StateEntry, WeightArray, WeightEntry, WeightPart
 from lynnc.planfile import file_digest
+from lynnc.programs import program_rows
 from lynnc.records import Records, load_records
 from lynnc.store import Store
 from lynnc.target import Device, Target
@@ -37,7 +38,6 @@ from lynnc.verify import verify
 
 LAYOUT = "nvfp4-w64-1"
 """Name of the packed weight layout (``docs/layout.md``); weights packed for another layout do not fit the plan."""
-MOST_DECODE_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,6 @@ def fused_graph(spec: ModelSpec, program: str, without: tuple[str, ...] = ()) ->
 def model_graph(spec: ModelSpec, program: str) -> Graph:
     """The model stage graph of a program; OptionError for a name that is no program."""
     rows = program_rows(program)
-    if program != "prefill" and (rows is None or not 1 <= rows <= MOST_DECODE_ROWS):
-        raise OptionError(f"{program} is no program: name prefill or decode/1 to decode/{MOST_DECODE_ROWS}.")
     return verify(build_graph(spec, T if rows is None else rows))
 
 
@@ -111,6 +109,11 @@ def compile_model(
     return Compiled(plan, files, {name: graph for name, (graph, _) in lowered.items()})
 
 
+def plan_name(spec: ModelSpec, request: Request) -> str:
+    """``MODEL.DEVICE``, or ``MODEL.TARGET`` where no device was named."""
+    return f"{spec.name}.{request.device.name if request.device else request.target.name}"
+
+
 def kernel_file(entry: KernelEntry, suffix: str) -> str:
     """Relative path of one of a kernel's files: ``cubin``, ``py`` (rendered source) or ``ptx``."""
     return f"kernels/{entry.name}-{entry.key[:16]}.{suffix}"
@@ -138,10 +141,11 @@ def _plan(
     files: Mapping[str, bytes],
 ) -> Plan:
     graph = next(iter(lowered.values()))[0]
+    states = graph.states.values()
     tools = find_tools()
     ptxas = tools.ptxas_for(request.target.capability)
     return Plan(
-        name=f"{spec.name}.{request.device.name if request.device else request.target.name}",
+        name=plan_name(spec, request),
         lynnc=__version__,
         arch=request.target.arch,
         target=request.target.name,
@@ -152,7 +156,7 @@ def _plan(
         model_digest=file_digest(dump_model(spec).encode()),
         layout=LAYOUT,
         weights={weight.name: weight_entry(weight) for weight in graph.weights.values()},
-        states={s.name: StateEntry(s.name, s.dtype.value, tuple(map(dim_text, s.shape))) for s in graph.states.values()},
+        states={s.name: StateEntry(s.name, s.dtype.value, tuple(map(dim_text, s.shape))) for s in states},
         kernels=kernels,
         programs={name: low.program for name, (_, low) in lowered.items()},
         files={name: file_digest(data) for name, data in sorted(files.items())},

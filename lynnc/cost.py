@@ -1,9 +1,9 @@
 """What an op costs: bytes moved and FLOPs as formulas in T (rows) and S (context), and the time they take on a device.
 
-In: an op of a graph. Out: a ``Cost`` of sympy expressions. Bytes are the least a launch must move: each weight, state and
-activation it touches once; experts count as often as they are expected to be distinct under even routing. FLOPs count a
-multiply and an add as two. All rows of a step are taken to belong to one slot whose last one stands at position S - 1,
-as in single-stream decode, speculation and prefill.
+In: an op of a graph. Out: a ``Cost`` of sympy expressions. Bytes are the least a launch must move: each weight, state
+and activation it touches once; experts count as often as they are expected to be distinct under even routing. FLOPs
+count a multiply and an add as two. All rows of a step are taken to belong to one slot and the last one to stand at
+position S - 1, as in single-stream decode, speculation and prefill.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 
@@ -19,7 +19,7 @@ from lynnc import ir
 from lynnc.ir import Graph, Op, S
 from lynnc.target import Device
 
-Expr = sympy.Expr | int
+Expr: TypeAlias = sympy.Expr | int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,29 @@ def cost(graph: Graph, op: Op) -> Cost:
         state_bytes=sum((_rule(_STATE_BYTES, inner)(graph, inner) for inner in body), sympy.Integer(0)),
         activation_bytes=activations,
         flops=sum((_rule(_FLOPS, inner)(graph, inner) for inner in body), sympy.Integer(0)),
+    )
+
+
+def costs(graph: Graph) -> Mapping[str, Cost]:
+    """The cost of every op or launch by its name; ops of equal kind and shapes are looked at once."""
+    known: dict[object, Cost] = {}
+    found = {}
+    for op in graph.ops:
+        shapes = _shapes(graph, op)
+        if shapes not in known:
+            known[shapes] = cost(graph, op)
+        found[op.name] = known[shapes]
+    return found
+
+
+def _shapes(graph: Graph, op: Op) -> object:
+    tensors = (graph.tensors[name] for name in (*op.reads, *op.writes))
+    weights = (graph.weights[name] for name in op.names("weight"))
+    return (
+        op.kind,
+        tuple((tensor.shape, tensor.dtype) for tensor in tensors),
+        tuple((weight.shape, weight.format, len(weight.parts)) for weight in weights),
+        tuple(graph.states[name].shape for name in op.names("state")),
     )
 
 

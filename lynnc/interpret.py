@@ -205,7 +205,7 @@ def _head_norm_rope(run: _Run, op: ir.HeadNormRope) -> None:
     heads = run.f32(op.x).unflatten(1, [op.heads, op.head_stride])[:, :, : op.head_dim]
     x = bf16(_rms(heads, op.eps) * (run.weights[op.weight] + (1.0 if op.shifted else 0.0)))
     half = op.rotary_dim // 2
-    frequency = op.theta ** -(torch.arange(half, dtype=torch.float32) / half)
+    frequency = 1.0 / op.theta ** (torch.arange(half, dtype=torch.float32) / half)
     angle = run.index(op.position).float()[:, None] * frequency
     cos, sin = angle.cos()[:, None, :], angle.sin()[:, None, :]
     low, high = x[:, :, :half], x[:, :, half : op.rotary_dim]
@@ -292,9 +292,15 @@ def _top_k(run: _Run, op: ir.TopK) -> None:
     order = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, : op.k]
     largest = logits.amax(-1, keepdim=True)
     weights = torch.where(largest.isinf(), torch.zeros_like(logits), (logits - largest).exp())
-    scores = (weights / weights.sum(-1, keepdim=True)).gather(1, order)
+    scores = (weights / _sum_or_one(weights)).gather(1, order)
     run.put(op.ids, order.to(torch.int32))
-    run.put(op.scores, scores / scores.sum(-1, keepdim=True) if op.normalize else scores)
+    run.put(op.scores, scores / _sum_or_one(scores) if op.normalize else scores)
+
+
+def _sum_or_one(x: torch.Tensor) -> torch.Tensor:
+    """Row sums to divide by: a row without any finite logit keeps scores of zero."""
+    total = x.sum(-1, keepdim=True)
+    return torch.where(total > 0, total, torch.ones_like(total))
 
 
 def _expert_linear(run: _Run, op: ir.ExpertLinear) -> None:

@@ -44,12 +44,13 @@ class Lowered:
 
 def lower(graph: Graph, choices: Sequence[KernelChoice], target: Target, prefill_rows: int = PREFILL_ROWS) -> Lowered:
     """Binds every op to its kernel; equal kernels of different layers get one key."""
-    calls: dict[str, KernelCall] = {}
+    calls: dict[object, KernelCall] = {}
     launches = []
     for op, choice in zip(graph.ops, choices, strict=True):
         binding = choice.kernel.bind(graph, op, choice.knobs)
-        call = _call(graph, op, choice, binding, target)
-        calls[call.entry.key] = call
+        facts = _call_facts(op, choice, binding)
+        call = calls.get(facts) or _call(graph, op, choice, binding, target)
+        calls[facts] = call
         grid = (dim_text(binding.grid[0]), dim_text(binding.grid[1]), dim_text(binding.grid[2]))
         launches.append(Launch(op.name, op.kind, call.entry.key, grid, _arguments(binding)))
     max_rows = prefill_rows if graph.rows == T else int(graph.rows)
@@ -64,7 +65,21 @@ def lower(graph: Graph, choices: Sequence[KernelChoice], target: Target, prefill
         tensors=places,
         launches=tuple(launches),
     )
-    return Lowered(program, MappingProxyType(calls))
+    return Lowered(program, MappingProxyType({call.entry.key: call for call in calls.values()}))
+
+
+def _call_facts(op: Op, choice: KernelChoice, binding: Binding) -> object:
+    """All that a kernel call is made from inside one program: the same for the same op of most layers."""
+    return (
+        op.kind,
+        choice.kernel.name,
+        choice.origin,
+        tuple(choice.problem.items()),
+        tuple(choice.knobs.items()),
+        tuple((arg.parameter, arg.type) for arg in binding.args),
+        tuple((name, type(value), value) for name, value in binding.constants.items()),
+        tuple(binding.structure.items()),
+    )
 
 
 def _arguments(binding: Binding) -> tuple[Argument, ...]:
@@ -83,7 +98,7 @@ def _arguments(binding: Binding) -> tuple[Argument, ...]:
 
 def _call(graph: Graph, op: Op, choice: KernelChoice, binding: Binding, target: Target) -> KernelCall:
     kernel = choice.kernel
-    label = f"{op.kind} of {graph.program}"
+    label = f"{op.kind} ({_facts(choice.problem)})"
     knobs = dict(choice.knobs)
     signature = tuple((arg.parameter, arg.type) for arg in binding.args)
     constants = tuple(binding.constants.items())
@@ -131,8 +146,10 @@ def _facts(values: Mapping[str, object]) -> str:
 def _parameters(template: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Run-time and ``tl.constexpr`` parameters of a template's ``kernel``, in order."""
     text = render(template, {"interpret": True, "pdl": False}, {})
-    tree = ast.parse(text)
-    kernel = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "kernel")
+    head = re.search(r"^def kernel\(.*?\):$", text, re.DOTALL | re.MULTILINE)
+    assert head is not None, f"{template} defines no kernel"
+    kernel = ast.parse(f"{head[0]} pass").body[0]  # the body is long, and parsing it slow
+    assert isinstance(kernel, ast.FunctionDef)
     constant = [arg.arg for arg in kernel.args.args if arg.annotation is not None]
     return tuple(arg.arg for arg in kernel.args.args if arg.annotation is None), tuple(constant)
 
@@ -141,10 +158,5 @@ def _check_parameters(template: str, op: Op, signature: list[str], constants: li
     runtime, constant = _parameters(template)
     if signature != list(runtime) or set(constants) != set(constant):
         wrong = sorted(set(signature) ^ set(runtime) | set(constants) ^ set(constant))
-        raise GraphError(f"{op.name}: the binding and {template} disagree on the parameters {', '.join(wrong) or 'order'}.")
-
-
-def program_rows(name: str) -> int | None:
-    """Rows of ``decode/4`` and its like, None for ``prefill``."""
-    found = re.fullmatch(r"decode/(\d+)", name)
-    return int(found.group(1)) if found else None
+        names = ", ".join(wrong) or "order"
+        raise GraphError(f"{op.name}: the binding and {template} disagree on the parameters {names}.")

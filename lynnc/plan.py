@@ -15,7 +15,7 @@ Example::
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from lynnc.dims import Dimension
 
@@ -162,10 +162,6 @@ class Plan:
     programs: Mapping[str, Program]
     files: Mapping[str, str]
     schema: int = SCHEMA
-
-    def to_json(self) -> dict[str, object]:
-        """Plain values for ``json.dumps``."""
-        return asdict(self)
 
     @property
     def model_name(self) -> str:

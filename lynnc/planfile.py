@@ -5,6 +5,7 @@ In: a plan with its files, or a folder. Out: the folder (by rename), or a ``Plan
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -22,6 +23,8 @@ from lynnc.errors import OutputError, PlanError
 from lynnc.plan import SCHEMA, Plan
 
 PLAN_FILE = "plan.json"
+TEXT_DEPTH = 4
+"""Levels of plan.json that are broken into lines: plan, programs, program, launches."""
 
 
 def file_digest(data: bytes) -> str:
@@ -32,8 +35,8 @@ def file_digest(data: bytes) -> str:
 def save_plan(plan: Plan, contents: Mapping[str, bytes], folder: Path, force: bool = False) -> None:
     """Writes the folder; ``contents`` are its files by relative path, as ``plan.files`` lists them.
 
-    OutputError if it exists and ``force`` is off, or if it cannot be written. A folder of the same name is replaced only
-    after the new one is complete.
+    OutputError if it exists and ``force`` is off, or if it cannot be written. A folder of the same name is replaced
+    only after the new one is complete.
     """
     check_output(folder, force)
     try:
@@ -46,7 +49,8 @@ def save_plan(plan: Plan, contents: Mapping[str, bytes], folder: Path, force: bo
             else:
                 _place(fresh, folder)
     except OSError as error:
-        raise OutputError(f"{folder} cannot be written ({error.strerror or error}): choose another --output.") from error
+        why = error.strerror or error
+        raise OutputError(f"{folder} cannot be written ({why}): choose another --output.") from error
 
 
 def check_output(folder: Path, force: bool = False) -> None:
@@ -66,8 +70,37 @@ def _exists(folder: Path) -> OutputError:
 
 
 def plan_text(plan: Plan) -> str:
-    """``plan.json``: sorted keys, so equal plans are equal bytes."""
-    return json.dumps(plan.to_json(), indent=1, sort_keys=True) + "\n"
+    """``plan.json``: sorted keys, so equal plans are equal bytes; each launch and tensor on a line of its own."""
+    return _text(plan, TEXT_DEPTH, "") + "\n"
+
+
+def _text(value: Any, depth: int, margin: str) -> str:
+    if is_dataclass(value) and not isinstance(value, type):
+        value = _shallow(value)
+    if depth == 0 or not value or isinstance(value, str) or not isinstance(value, Mapping | tuple):
+        return _ENCODER.encode(value)
+    inner = margin + " "
+    if isinstance(value, tuple):
+        lines = [f"{inner}{_text(item, depth - 1, inner)}" for item in value]
+        return "[\n" + ",\n".join(lines) + f"\n{margin}]"
+    lines = [f"{inner}{_ENCODER.encode(key)}: {_text(value[key], depth - 1, inner)}" for key in sorted(value)]
+    return "{\n" + ",\n".join(lines) + f"\n{margin}}}"
+
+
+def _shallow(value: Any) -> dict[str, Any]:
+    """A record or mapping as a dictionary, its values as they are."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    kind: Any = type(value)
+    return {name: getattr(value, name) for name in _names_of(kind)}
+
+
+_ENCODER = json.JSONEncoder(sort_keys=True, allow_nan=False, default=_shallow)
+
+
+@functools.cache
+def _names_of(kind: Any) -> tuple[str, ...]:
+    return tuple(item.name for item in fields(kind))
 
 
 def _write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
@@ -134,7 +167,8 @@ def read_plan(path: Path) -> Plan:
     try:
         data = json.loads((path / PLAN_FILE).read_text())
     except FileNotFoundError as error:
-        raise PlanError(f"{path} is not a plan folder (no {PLAN_FILE} in it): name one that `lynnc compile` made.") from error
+        what = f"{path} is not a plan folder (no {PLAN_FILE} in it)"
+        raise PlanError(f"{what}: name one that `lynnc compile` made.") from error
     except (OSError, ValueError) as error:
         raise PlanError(f"{path / PLAN_FILE} cannot be read ({error}): compile the model again.") from error
     schema = data.get("schema") if isinstance(data, dict) else None
@@ -152,6 +186,8 @@ def _again(plan: Plan) -> str:
 
 def _decode(kind: Any, data: Any) -> Any:
     """JSON values as a value of ``kind``: a dataclass, a tuple or mapping of such, or a plain value of that type."""
+    if type(data) is kind:
+        return data
     origin, parameters = typing.get_origin(kind), typing.get_args(kind)
     if is_dataclass(kind):
         return _decode_record(kind, data)
@@ -168,21 +204,24 @@ def _decode(kind: Any, data: Any) -> Any:
         return _decode_union(parameters, data)
     if kind is object:
         return data
-    if kind is float and isinstance(data, int):
+    if kind is float and type(data) is int:
         return float(data)
-    if not isinstance(data, kind) or (kind is int and isinstance(data, bool)):
-        raise TypeError(f"{kind.__name__} was expected, not {data!r}")
-    return data
+    raise TypeError(f"{kind.__name__} was expected, not {data!r}")
 
 
 def _decode_record(kind: Any, data: Any) -> Any:
     if not isinstance(data, dict):
         raise TypeError(f"an object was expected, not {data!r}")
-    hints = typing.get_type_hints(kind)
-    names = {item.name for item in fields(kind)}
-    if set(data) != names:
-        raise KeyError(f"{kind.__name__} has other fields: {', '.join(sorted(set(data) ^ names))}")
+    hints = _hints(kind)
+    if data.keys() != hints.keys():
+        raise KeyError(f"{kind.__name__} has other fields: {', '.join(sorted(data.keys() ^ hints.keys()))}")
     return kind(**{name: _decode(hints[name], value) for name, value in data.items()})
+
+
+@functools.cache
+def _hints(kind: Any) -> Mapping[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {name: hints[name] for name in _names_of(kind)}
 
 
 def _decode_union(parameters: tuple[Any, ...], data: Any) -> Any:

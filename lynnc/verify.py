@@ -57,18 +57,33 @@ def _reads_follow_writes(graph: Graph) -> Iterator[str]:
 
 def _check_order(graph: Graph, op: Op, written: set[str]) -> Iterator[str]:
     body = op.body if isinstance(op, Fused) else (op,)
-    before = set(written)
+    new: set[str] = set()
     for inner in body:
         for name in inner.reads:
-            base = graph.tensors[name].base
-            if name not in written and base not in written:
+            if not _is_written(graph, name, written):
                 yield f"{op.name} reads {name} before anything writes it"
         for name in inner.writes:
             if name in written and name not in graph.inputs:
                 yield f"{op.name} writes {name} a second time"
+            if name not in written:
+                new.add(name)
             written.add(name)
     if isinstance(op, Fused):
-        written.intersection_update(before | set(op.outputs))
+        written -= new.difference(op.outputs)
+
+
+def _is_written(graph: Graph, name: str, written: set[str]) -> bool:
+    """Whether the tensor, its base, or views of its base that cover its columns were written."""
+    tensor = graph.tensors[name]
+    base = tensor.base or name
+    if name in written or base in written:
+        return True
+    views = (graph.tensors[other] for other in written)
+    spans = sorted((view.offset, view.offset + view.width) for view in views if view.base == base)
+    covered = tensor.offset
+    for first, last in spans:
+        covered = max(covered, last) if first <= covered else covered
+    return covered >= tensor.offset + tensor.width
 
 
 def _views_lie_inside_their_base(graph: Graph) -> Iterator[str]:

@@ -12,6 +12,7 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where generated kernels run")
+    parser.addoption("--update-golden", action="store_true", help="write the golden texts instead of comparing")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -11,12 +11,16 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import import_module
 from types import MappingProxyType
 from typing import Protocol
+from unittest.mock import patch
 
+import harness
+import pytest
 import torch
 from harness import TARGET, assert_close
 from reference import Case, Reference, Run, make
@@ -27,15 +31,30 @@ from lynnc.interpret import interpret, new_states, step_inputs
 from lynnc.ir import DType, Graph, T
 from lynnc.lower import Lowered, lower
 from lynnc.passes import run_passes
+from lynnc.plan import KernelEntry
 from lynnc.records import Records
 from lynnc.simulate import Simulator
 
 CONTEXT = 64
 """Positions that the tests' key/value caches hold."""
+FEW_SPLITS = 4
+"""Runs of attention, where a GPU wants many: each costs a program, most of them empty."""
 PREFILL_ROWS = 64
 """Rows of the longest prefill step in the tests."""
 
-SIMULATOR_KNOBS: Overrides = MappingProxyType({"linear": {"BLOCK_N": 256}})
+SIMULATOR_KNOBS: Overrides = MappingProxyType(
+    {
+        "linear": {"BLOCK_N": 256, "BLOCK_K": 512},
+        "gate_up": {"BLOCK_N": 256, "BLOCK_K": 512},
+        "experts_up": {"BLOCK_N": 64, "BLOCK_K": 512},
+        "experts_down": {"BLOCK_N": 128, "BLOCK_K": 512},
+        "expert_linear": {"BLOCK_N": 128, "BLOCK_K": 512},
+        "gemm": {"BLOCK_M": 64, "BLOCK_N": 256, "BLOCK_K": 64, "num_warps": 8},
+        "causal_conv": {"BLOCK_C": 512},
+        "gated_delta": {"BLOCK_V": 64},
+        "gated_norm": {"BLOCK_HEADS": 64},
+    }
+)
 """Large tiles: a program costs Triton's interpreter some 20 ms whatever its size."""
 
 
@@ -44,6 +63,15 @@ def routing_noise(reference: Reference, run: Run) -> float:
     values = Interpreter(reference).step(run.tokens, prefill=True)
     ours = [values[f"layers.{layer}.logits"] for layer in range(len(run.routers))]
     return max((float((a - b).abs().max()) for a, b in zip(ours, run.routers, strict=True)), default=0.0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small lose by threads, and many times over where other processes want the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Runner(Protocol):
@@ -97,14 +125,24 @@ def _wide(dtype: DType) -> DType:
 
 
 class Kernels:
-    """The generated kernels of the whole program, in Triton's interpreter."""
+    """The generated kernels of whole programs, in Triton's interpreter or on the device that the tests were given."""
 
     def __init__(
-        self, case: Case, slots: int = 1, knobs: Overrides = SIMULATOR_KNOBS, without: tuple[str, ...] = ()
+        self,
+        case: Case,
+        slots: int = 1,
+        knobs: Overrides = SIMULATOR_KNOBS,
+        splits: int = FEW_SPLITS,
+        without: tuple[str, ...] = (),
     ) -> None:
-        self.case, self.knobs, self.without = case, knobs, without
-        self.states = new_states(build_graph(case.spec, 1), slots, CONTEXT)
-        self.simulators: dict[str, Simulator] = {}
+        self.case, self.knobs, self.splits, self.without = case, _hashable(knobs), splits, without
+        self.entries: dict[str, KernelEntry] = {}
+        states = new_states(build_graph(case.spec, 1), slots, CONTEXT)
+        self.simulator = Simulator(self.entries, make(case).packed, states, CONTEXT, harness._DEVICE[0])
+
+    @property
+    def states(self) -> dict[str, torch.Tensor]:
+        return self.simulator.states
 
     def step(
         self,
@@ -113,12 +151,10 @@ class Kernels:
         slot: int | Sequence[int] = 0,
         prefill: bool = False,
     ) -> dict[str, torch.Tensor]:
-        lowered = _lowered(self.case, None if prefill else len(tokens), _hashable(self.knobs), self.without)
-        name = lowered.program.name
-        if name not in self.simulators:
-            entries = {key: call.entry for key, call in lowered.kernels.items()}
-            self.simulators[name] = Simulator(entries, make(self.case).packed, self.states, CONTEXT)
-        return self.simulators[name].run(lowered.program, step_inputs(tokens, start, slot))
+        lowered = _lowered(self.case, None if prefill else len(tokens), self.knobs, self.splits, self.without)
+        self.entries.update({key: call.entry for key, call in lowered.kernels.items()})
+        values = self.simulator.run(lowered.program, step_inputs(tokens, start, slot))
+        return {name: values[name].cpu() for name in lowered.program.outputs}
 
 
 _Knobs = tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
@@ -129,8 +165,9 @@ def _hashable(knobs: Overrides) -> _Knobs:
 
 
 @cache
-def _lowered(case: Case, rows: int | None, knobs: _Knobs, without: tuple[str, ...]) -> Lowered:
-    graph = run_passes(build_graph(case.spec, rows or T), without)
+def _lowered(case: Case, rows: int | None, knobs: _Knobs, splits: int, without: tuple[str, ...]) -> Lowered:
+    with patch.object(import_module("lynnc.passes.split_attention"), "SPLITS", splits):
+        graph = run_passes(build_graph(case.spec, rows or T), without)
     overrides = {kernel: dict(values) for kernel, values in knobs}
     return lower(graph, choose_all(graph, TARGET, Records(), overrides), TARGET, PREFILL_ROWS)
 

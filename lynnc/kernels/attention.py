@@ -25,6 +25,7 @@ from lynnc.kernels.kernel import (
     Choice,
     Family,
     Kernel,
+    Knob,
     Knobs,
     PowerOfTwo,
     Problem,
@@ -169,8 +170,8 @@ def _combine_grid(graph: Graph, combine: AttentionCombine, block: int) -> tuple[
     return rows, combine.heads, int(ceil_div(combine.head_dim, block))
 
 
-PARTIAL_SPACE = MappingProxyType({"num_warps": PowerOfTwo(2, 8), "num_stages": Choice((1, 2, 3))})
-COMBINE_SPACE = MappingProxyType(
+PARTIAL_SPACE: Mapping[str, Knob] = MappingProxyType({"num_warps": PowerOfTwo(2, 8), "num_stages": Choice((1, 2, 3))})
+COMBINE_SPACE: Mapping[str, Knob] = MappingProxyType(
     {"BLOCK_D": PowerOfTwo(16, 256), "num_warps": PowerOfTwo(1, 8), "num_stages": Choice((1,))}
 )
 

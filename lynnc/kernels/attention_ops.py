@@ -13,6 +13,7 @@ from lynnc.kernels.kernel import (
     Choice,
     Family,
     Kernel,
+    Knob,
     Knobs,
     PowerOfTwo,
     Problem,
@@ -135,7 +136,11 @@ def _one_warp(problem: Problem, target: Target) -> Knobs:
 
 def _attention_default(problem: Problem, target: Target) -> Knobs:
     group = next_power_of_two(int(problem["heads"]) // int(problem["kv_heads"]))
-    return {"BLOCK_ROWS": max(1, min(64 // group, 32)), "TILE": 32, "num_warps": 8, "num_stages": 1}
+    # Four warps issue the products of Hopper and data-centre Blackwell; elsewhere more share the sums, or they spill.
+    four = target.has_wgmma or target.has_tcgen05
+    lines = 64 if four else max(LEAST_DOT, 16384 // next_power_of_two(int(problem["head_dim"])))
+    warps = 4 if four else 8
+    return {"BLOCK_ROWS": max(1, min(lines // group, 64)), "TILE": 32, "num_warps": warps, "num_stages": 1}
 
 
 def _bind_rope(graph: Graph, op: Op, knobs: Knobs) -> Binding:
@@ -225,7 +230,7 @@ def gate_constants(graph: Graph, gate: OutputGate) -> Mapping[str, int]:
     return {"GATE_STRIDE": place.stride, "GATE_OFFSET": place.offset + gate.offset, "GATE_HEAD": gate.stride}
 
 
-SIMPLE_SPACE = MappingProxyType({"num_warps": PowerOfTwo(1, 8), "num_stages": Choice((1,))})
+SIMPLE_SPACE: Mapping[str, Knob] = MappingProxyType({"num_warps": PowerOfTwo(1, 8), "num_stages": Choice((1,))})
 
 HEAD_NORM_ROPE = Kernel(
     name="head_norm_rope",

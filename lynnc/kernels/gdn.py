@@ -28,10 +28,8 @@ from lynnc.target import Target
 
 MOST_ROWS = 8
 """Rows of the largest decode program."""
-MOST_STATE_REGISTERS = 128
-"""Registers of a thread, of 255, that the state may fill: its products with q and k need as many again for a while."""
-LINE_FLOATS = 32
-"""FP32 values in a line of the L2 cache."""
+MOST_STATE_REGISTERS = 64
+"""Registers of a thread, of 255, that the state may fill: its products with q and k need twice as many for a while."""
 
 OpKind = TypeVar("OpKind", bound=Op)
 
@@ -65,23 +63,14 @@ def _head_constants(op: GatedDelta) -> Mapping[str, int]:
     }
 
 
-def _state_registers(problem: Problem, columns: int, knobs: Knobs) -> str | None:
-    """Why the state of a program does not fit in its registers."""
+def _state_fits(problem: Problem, knobs: Knobs, target: Target) -> str | None:
+    """A program keeps the state of its value columns, all of a head's in the fused step, in registers."""
+    columns = knobs.get("BLOCK_V", next_power_of_two(int(problem["value_dim"])))
     registers = next_power_of_two(int(problem["key_dim"])) * columns // (32 * knobs["num_warps"])
     if registers <= MOST_STATE_REGISTERS:
         return None
-    return (
-        f"{registers} registers a thread for a state of {problem['key_dim']} x {columns} are more than "
-        f"{MOST_STATE_REGISTERS}: choose more warps or fewer columns"
-    )
-
-
-def _whole_head_fits(problem: Problem, knobs: Knobs, target: Target) -> str | None:
-    return _state_registers(problem, next_power_of_two(int(problem["value_dim"])), knobs)
-
-
-def _block_fits(problem: Problem, knobs: Knobs, target: Target) -> str | None:
-    return _state_registers(problem, knobs["BLOCK_V"], knobs)
+    size = f"{problem['key_dim']} x {columns}"
+    return f"a state of {size} takes {registers} registers a thread, more than {MOST_STATE_REGISTERS}: use more warps"
 
 
 def _ring_outlasts_step(problem: Problem, knobs: Knobs, target: Target) -> str | None:
@@ -102,6 +91,17 @@ def _heads_divide(problem: Problem, knobs: Knobs, target: Target) -> str | None:
     if int(problem["value_heads"]) % int(problem["key_heads"]) == 0:
         return None
     return f"{problem['value_heads']} value heads are no multiple of {problem['key_heads']} key heads"
+
+
+def _default_delta(problem: Problem, target: Target) -> Knobs:
+    block_v = min(32, next_power_of_two(int(problem["value_dim"])))
+    return {"BLOCK_V": max(block_v, 8), "num_warps": 4, "num_stages": 1}
+
+
+def _default_step(problem: Problem, target: Target) -> Knobs:
+    """As many warps as hold the state in ``MOST_STATE_REGISTERS`` of each thread."""
+    state = next_power_of_two(int(problem["key_dim"])) * next_power_of_two(int(problem["value_dim"]))
+    return {"PREFETCH": 0, "num_warps": min(max(state // (32 * MOST_STATE_REGISTERS), 4), 16), "num_stages": 1}
 
 
 def _conv_problem(graph: Graph, op: Op) -> Problem:
@@ -213,12 +213,8 @@ def _bind_norm(graph: Graph, op: Op, knobs: Knobs) -> Binding:
 
 
 def _bind_step(graph: Graph, op: Op, knobs: Knobs) -> Binding:
-    conv, gates, delta, norm = (
-        _only(op, CausalConv),
-        _only(op, DeltaGates),
-        _only(op, GatedDelta),
-        _only(op, GatedNorm),
-    )
+    conv, gates = _only(op, CausalConv), _only(op, DeltaGates)
+    delta, norm = _only(op, GatedDelta), _only(op, GatedNorm)
     args = (
         tensor_arg(graph, "qkv", conv.x),
         *_row_args(graph, conv),
@@ -244,7 +240,6 @@ def _bind_step(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         "EPS": norm.eps,
         **_head_constants(delta),
         "BLOCK_V": next_power_of_two(delta.value_dim),
-        "LINES": next_power_of_two(-(-delta.key_dim * delta.value_dim // LINE_FLOATS)),
         "PREFETCH": bool(knobs["PREFETCH"]),
     }
     return Binding(args, MappingProxyType(constants), (delta.value_heads, 1, 1))
@@ -277,10 +272,10 @@ GATED_DELTA = Kernel(
     patterns=("GatedDelta",),
     family=Family.ANY,
     space=MappingProxyType({"BLOCK_V": PowerOfTwo(8, 256), "num_warps": PowerOfTwo(1, 16), "num_stages": ONE_STAGE}),
-    default=lambda problem, target: {"BLOCK_V": 32, "num_warps": 4, "num_stages": 1},
+    default=_default_delta,
     problem=_delta_problem,
     bind=_bind_delta,
-    constraints=(_heads_divide, _block_fits),
+    constraints=(_heads_divide, _state_fits),
 )
 GATED_NORM = Kernel(
     name="gated_norm",
@@ -296,10 +291,10 @@ GDN_STEP = Kernel(
     patterns=("GdnStep",),
     family=Family.DECODE,
     space=MappingProxyType({"PREFETCH": Choice((0, 1)), "num_warps": PowerOfTwo(1, 16), "num_stages": ONE_STAGE}),
-    default=lambda problem, target: {"PREFETCH": 0, "num_warps": 8, "num_stages": 1},
+    default=_default_step,
     problem=_step_problem,
     bind=_bind_step,
-    constraints=(_heads_divide, _ring_outlasts_step, _whole_head_fits),
+    constraints=(_heads_divide, _ring_outlasts_step, _state_fits),
 )
 
 KERNELS: tuple[Kernel, ...] = (CAUSAL_CONV, DELTA_GATES, GATED_DELTA, GATED_NORM, GDN_STEP)

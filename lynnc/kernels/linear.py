@@ -124,9 +124,9 @@ def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         value_arg("column", columns[0]),
         value_arg("column2", columns[-1]),
         value_arg("out_stride", placed(graph, out).stride),
+        value_arg("count", graph.tensors[out].shape[0]),
     )
     constants = {
-        "ROWS": int(graph.tensors[out].shape[0]),
         **input_facts(graph, op, x),
         **norm_facts(op),
         "STORE_NORMED": bool(stored),

@@ -1,25 +1,12 @@
-"""Mixture of experts: routing, the projections of the chosen experts and their weighted sum, fused for decode or alone."""
+"""Mixture of experts, op by op: routing, projections of the chosen experts, weighted sum. ``experts.py`` fuses them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import TypeVar
 
-from lynnc.ir import (
-    Add,
-    Combine,
-    DType,
-    ExpertLinear,
-    Format,
-    Graph,
-    Linear,
-    Op,
-    SharedAdd,
-    SiluMul,
-    TopK,
-    Weight,
-    primitive_ops,
-)
+from lynnc.ir import Combine, DType, ExpertLinear, Graph, Linear, Op, SharedAdd, TopK, Weight, primitive_ops
 from lynnc.kernels.kernel import (
     FORMAT_CODE,
     Arg,
@@ -27,25 +14,25 @@ from lynnc.kernels.kernel import (
     Choice,
     Family,
     Kernel,
+    Knob,
     Knobs,
     PowerOfTwo,
     Problem,
     ceil_div,
     next_power_of_two,
-    null_arg,
     part_rows,
     placed,
     tensor_arg,
     value_arg,
     weight_args,
 )
-from lynnc.kernels.linear import block_columns, body_of
+from lynnc.kernels.linear import block_columns
 from lynnc.target import Target
 
+OpKind = TypeVar("OpKind", bound=Op)
 Constants = Mapping[str, int | float | bool]
 
-NO_MATRIX = (null_arg("data2", "*i64"), null_arg("scales2", "*u8"), null_arg("globals2", "*fp32"))
-PROJECTION_SPACE = MappingProxyType(
+PROJECTION_SPACE: Mapping[str, Knob] = MappingProxyType(
     {
         "BLOCK_N": PowerOfTwo(1, 256),
         "BLOCK_K": PowerOfTwo(512, 8192),
@@ -53,14 +40,29 @@ PROJECTION_SPACE = MappingProxyType(
         "num_stages": Choice((1, 2, 3)),
     }
 )
-COLUMNS_SPACE = MappingProxyType(
+ELEMENTWISE_SPACE: Mapping[str, Knob] = MappingProxyType(
     {"BLOCK": PowerOfTwo(128, 4096), "num_warps": PowerOfTwo(1, 8), "num_stages": Choice((1,))}
 )
+TOP_K_SPACE: Mapping[str, Knob] = MappingProxyType({"num_warps": PowerOfTwo(1, 8), "num_stages": Choice((1,))})
+GROUP = 4
+"""Neighbouring experts that are ranked by their best: of 2, 4 and 8 what takes fewest instructions for 128 to 512."""
+
+
+def find(op: Op, kind: type[OpKind]) -> OpKind | None:
+    """The first op of a kind in a launch, if there is one."""
+    return next((inner for inner in primitive_ops(op) if isinstance(inner, kind)), None)
+
+
+def need(op: Op, kind: type[OpKind]) -> OpKind:
+    """The first op of a kind in a launch whose pattern always has one."""
+    found = find(op, kind)
+    assert found is not None, f"{op.name} has no {kind.__name__}"
+    return found
 
 
 def largest_experts(graph: Graph, experts: int) -> int:
     """Experts of the layer that has most: a constant of the model, so that layers which differ share one kernel."""
-    counts = [weight.experts for weight in graph.weights.values() if weight.tensor_class == "experts"]
+    counts = (weight.experts for weight in graph.weights.values() if weight.tensor_class == "experts")
     return max([experts, *counts])
 
 
@@ -68,10 +70,9 @@ def route_constants(graph: Graph, op: TopK) -> Constants:
     """Sizes for ``routing.py.jinja``: groups of GROUP_E experts, of which the SLOTS best are looked into."""
     slots = next_power_of_two(op.k)
     block = max(16, slots, next_power_of_two(largest_experts(graph, op.experts)))
-    group = 1
-    while (2 * group) ** 2 * slots <= 2 * block:  # groups and members cost their squares: about as many of both
-        group *= 2
-    return {"TOP_K": op.k, "SLOTS": slots, "BLOCK_E": block, "GROUP_E": group, "NORMALIZE": op.normalize}
+    group = GROUP if GROUP * slots <= block else 1
+    sizes = {"TOP_K": op.k, "SLOTS": slots, "BLOCK_E": block, "GROUP_E": group, "NORMALIZE": op.normalize}
+    return MappingProxyType(sizes)
 
 
 def route_args(graph: Graph, op: TopK) -> tuple[Arg, ...]:
@@ -85,28 +86,36 @@ def route_args(graph: Graph, op: TopK) -> tuple[Arg, ...]:
 
 
 def matrix_constants(weight: Weight) -> Constants:
-    """How one expert of a weight is stored."""
-    return {
+    """How the experts of a weight are stored: format, rows that share a global scale and global scales an expert."""
+    facts = {
         "FORMAT": FORMAT_CODE[weight.format],
         "PART_ROWS": part_rows(weight),
         "GLOBALS": weight.rows // weight.part_rows,
     }
+    return MappingProxyType(facts)
 
 
-def _only(op: Op, kind: type[Op]) -> Op | None:
-    found = body_of(op, kind)
-    return found[0] if found else None
+def projection_problem(graph: Graph, op: Op) -> Problem:
+    """Formats and sizes of the projections of a launch, the routed one first; never how many experts a layer has."""
+    linear, shared = need(op, ExpertLinear), find(op, Linear)
+    weight = graph.weights[linear.weight]
+    weights = [weight, graph.weights[shared.weight]] if shared else [weight]
+    return {
+        "formats": "+".join(weight.format for weight in weights),
+        "k": weight.columns,
+        "n": weight.rows,
+        "parts": len(weight.parts),
+        "slots": int(graph.tensors[linear.ids].shape[1]),
+    }
 
 
-def _routing_problem(graph: Graph, op: Op) -> Problem:
-    top_k = body_of(op, TopK)[0]
-    assert isinstance(top_k, TopK)
+def _top_k_problem(graph: Graph, op: Op) -> Problem:
+    top_k = need(op, TopK)
     return {"experts": largest_experts(graph, top_k.experts), "k": top_k.k}
 
 
 def _bind_top_k(graph: Graph, op: Op, knobs: Knobs) -> Binding:
-    top_k = body_of(op, TopK)[0]
-    assert isinstance(top_k, TopK)
+    top_k = need(op, TopK)
     args = (
         tensor_arg(graph, "logits", top_k.logits),
         tensor_arg(graph, "ids", top_k.ids),
@@ -116,28 +125,10 @@ def _bind_top_k(graph: Graph, op: Op, knobs: Knobs) -> Binding:
     return Binding(args, route_constants(graph, top_k), (graph.tensors[top_k.ids].shape[0], 1, 1))
 
 
-def _expert_problem(graph: Graph, op: Op) -> Problem:
-    linear = body_of(op, ExpertLinear)[0]
-    assert isinstance(linear, ExpertLinear)
-    weight = graph.weights[linear.weight]
-    shared = body_of(op, Linear)
-    formats = [weight.format, *(graph.weights[other.weight].format for other in shared if isinstance(other, Linear))]
-    slots = int(graph.tensors[linear.ids].shape[1])
-    return {
-        "formats": "+".join(formats),
-        "k": weight.columns,
-        "n": weight.rows,
-        "slots": slots,
-        "parts": len(weight.parts),
-    }
-
-
 def _bind_expert_linear(graph: Graph, op: Op, knobs: Knobs) -> Binding:
-    linear = body_of(op, ExpertLinear)[0]
-    assert isinstance(linear, ExpertLinear)
-    weight, x = graph.weights[linear.weight], graph.tensors[linear.x]
-    place = placed(graph, linear.x)
-    slots = graph.tensors[linear.ids].shape[1]
+    linear = need(op, ExpertLinear)
+    weight, x, place = graph.weights[linear.weight], graph.tensors[linear.x], placed(graph, linear.x)
+    slots = int(graph.tensors[linear.ids].shape[1])
     args = (
         tensor_arg(graph, "x_words", linear.x, "*i64"),
         tensor_arg(graph, "x", linear.x),
@@ -152,7 +143,7 @@ def _bind_expert_linear(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         "OUT_F32": graph.tensors[linear.out].dtype is DType.F32,
         "N": weight.rows,
         "K": weight.columns,
-        "SLOTS": int(slots),
+        "SLOTS": slots,
         **matrix_constants(weight),
         "BLOCK_N": knobs["BLOCK_N"],
         "BLOCK_K": block_columns(weight, knobs["BLOCK_K"]),
@@ -161,83 +152,83 @@ def _bind_expert_linear(graph: Graph, op: Op, knobs: Knobs) -> Binding:
     return Binding(args, MappingProxyType(constants), grid)
 
 
-def _bind_experts_up(graph: Graph, op: Op, knobs: Knobs) -> Binding:
-    top_k, linear, shared = body_of(op, TopK)[0], body_of(op, ExpertLinear)[0], _only(op, Linear)
-    assert isinstance(top_k, TopK) and isinstance(linear, ExpertLinear)
-    acts = {act.x: act.out for act in body_of(op, SiluMul) if isinstance(act, SiluMul)}
-    weight, place = graph.weights[linear.weight], placed(graph, linear.x)
-    second = graph.weights[shared.weight] if isinstance(shared, Linear) else None
-    shared_act = tensor_arg(graph, "shared_act", acts[shared.out]) if isinstance(shared, Linear) else None
+def _bind_combine(graph: Graph, op: Op, knobs: Knobs) -> Binding:
+    combine = need(op, Combine)
+    slots, width = (int(dim) for dim in graph.tensors[combine.x].shape[1:])
     args = (
-        tensor_arg(graph, "x_words", linear.x, "*i64"),
-        tensor_arg(graph, "x", linear.x),
-        tensor_arg(graph, "logits", top_k.logits),
-        tensor_arg(graph, "ids", top_k.ids),
-        tensor_arg(graph, "scores", top_k.scores),
-        tensor_arg(graph, "act", acts[linear.out]),
-        shared_act or null_arg("shared_act", "*bf16"),
-        *weight_args(weight, ("data", "scales", "globals_")),
-        *(weight_args(second, ("data2", "scales2", "globals2")) if second else NO_MATRIX),
-        *route_args(graph, top_k),
-    )
-    intermediate, shared_size = weight.rows // 2, second.rows // 2 if second else 0
-    constants = {
-        "X_STRIDE": place.stride,
-        "X_OFFSET": place.offset,
-        "K": weight.columns,
-        "I": intermediate,
-        **route_constants(graph, top_k),
-        **matrix_constants(weight),
-        **_shared_constants(second, knobs),
-        "I2": shared_size,
-        "BLOCK_N": knobs["BLOCK_N"],
-        "BLOCK_K": block_columns(weight, knobs["BLOCK_K"]),
-    }
-    tiles = ceil_div(max(intermediate, shared_size), knobs["BLOCK_N"])
-    rows = int(graph.tensors[linear.x].shape[0])
-    return Binding(args, MappingProxyType(constants), (tiles, top_k.k + bool(second), rows))
-
-
-def _shared_constants(weight: Weight | None, knobs: Knobs) -> Constants:
-    if weight is None:
-        return {"FORMAT2": FORMAT_CODE[Format.BF16], "PART_ROWS2": 1, "BLOCK_K2": 16}
-    return {
-        "FORMAT2": FORMAT_CODE[weight.format],
-        "PART_ROWS2": part_rows(weight),
-        "BLOCK_K2": block_columns(weight, knobs["BLOCK_K"]),
-    }
-
-
-def _bind_experts_down(graph: Graph, op: Op, knobs: Knobs) -> Binding:
-    linear, combine, add = (body_of(op, kind)[0] for kind in (ExpertLinear, Combine, Add))
-    assert isinstance(linear, ExpertLinear) and isinstance(combine, Combine) and isinstance(add, Add)
-    inside = {name for inner in primitive_ops(op) for name in inner.writes}
-    residual = add.b if add.a in inside else add.a
-    weight = graph.weights[linear.weight]
-    slots = int(graph.tensors[linear.ids].shape[1])
-    shared_args, second = _shared_down(graph, op)
-    args = (
-        tensor_arg(graph, "act_words", linear.x, "*i64"),
-        tensor_arg(graph, "act", linear.x),
-        tensor_arg(graph, "ids", linear.ids),
+        tensor_arg(graph, "x", combine.x),
         tensor_arg(graph, "scores", combine.scores),
-        *shared_args[:3],
-        tensor_arg(graph, "residual", residual),
-        tensor_arg(graph, "out", add.out),
-        *weight_args(weight, ("data", "scales", "globals_")),
-        *shared_args[3:],
+        tensor_arg(graph, "out", combine.out),
     )
-    unit_columns = weight.columns // 16 if weight.format.is_packed else weight.columns
-    constants = {
-        "D": weight.rows,
-        "K": weight.columns,
-        "K2": second.columns if second else 0,
-        "TOP_K": slots,
-        "FORMAT": FORMAT_CODE[weight.format],
-        **_shared_constants(second, knobs),
-        "BLOCK_N": knobs["BLOCK_N"],
-        "BLOCK_K": _slot_columns(weight, slots, knobs["BLOCK_K"]),
-        "SAME": unit_columns & -unit_columns,
-    }
-    grid = (ceil_div(weight.rows, knobs["BLOCK_N"]), int(graph.tensors[add.out].shape[0]), 1)
+    constants = {"D": width, "TOP_K": slots, "BLOCK": knobs["BLOCK"]}
+    grid = (graph.tensors[combine.out].shape[0], ceil_div(width, knobs["BLOCK"]), 1)
     return Binding(args, MappingProxyType(constants), grid)
+
+
+def gate_args(graph: Graph, op: SharedAdd) -> tuple[Arg, Arg]:
+    """Place of the shared gate, which lies beside the logits: it differs from layer to layer."""
+    place = placed(graph, op.gate)
+    return value_arg("gate_offset", place.offset), value_arg("gate_stride", place.stride)
+
+
+def _bind_shared_add(graph: Graph, op: Op, knobs: Knobs) -> Binding:
+    add = need(op, SharedAdd)
+    width = graph.tensors[add.out].width
+    args = (
+        tensor_arg(graph, "experts_sum", add.experts),
+        tensor_arg(graph, "shared", add.shared),
+        tensor_arg(graph, "gate", add.gate),
+        tensor_arg(graph, "out", add.out),
+        *gate_args(graph, add),
+    )
+    grid = (graph.tensors[add.out].shape[0], ceil_div(width, knobs["BLOCK"]), 1)
+    return Binding(args, MappingProxyType({"D": width, "BLOCK": knobs["BLOCK"]}), grid)
+
+
+def _width_problem(graph: Graph, op: Op) -> Problem:
+    return {"n": graph.tensors[op.writes[0]].width}
+
+
+def elementwise_default(problem: Problem, target: Target) -> Knobs:
+    """Small blocks: a row or two must still fill a GPU."""
+    return {"BLOCK": 256, "num_warps": 2, "num_stages": 1}
+
+
+def _top_k_default(problem: Problem, target: Target) -> Knobs:
+    return {"num_warps": 4, "num_stages": 1}
+
+
+def _expert_linear_default(problem: Problem, target: Target) -> Knobs:
+    return {"BLOCK_N": 16, "BLOCK_K": 2048, "num_warps": 4, "num_stages": 1}
+
+
+TOP_K = Kernel("top_k", ("TopK",), Family.ANY, TOP_K_SPACE, _top_k_default, _top_k_problem, _bind_top_k)
+EXPERT_LINEAR = Kernel(
+    name="expert_linear",
+    patterns=("ExpertLinear",),
+    family=Family.ANY,
+    space=PROJECTION_SPACE,
+    default=_expert_linear_default,
+    problem=projection_problem,
+    bind=_bind_expert_linear,
+)
+COMBINE = Kernel(
+    name="combine",
+    patterns=("Combine",),
+    family=Family.ANY,
+    space=ELEMENTWISE_SPACE,
+    default=elementwise_default,
+    problem=_width_problem,
+    bind=_bind_combine,
+)
+SHARED_ADD = Kernel(
+    name="shared_add",
+    patterns=("SharedAdd",),
+    family=Family.ANY,
+    space=ELEMENTWISE_SPACE,
+    default=elementwise_default,
+    problem=_width_problem,
+    bind=_bind_shared_add,
+)
+
+KERNELS: tuple[Kernel, ...] = (TOP_K, EXPERT_LINEAR, COMBINE, SHARED_ADD)

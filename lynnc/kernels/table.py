@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from lynnc.errors import GraphError
 from lynnc.ir import Graph, Op
-from lynnc.kernels import attention, gdn, gemm, linear, moe, simple
+from lynnc.kernels import attention, experts, gdn, gemm, linear, mlp, moe, simple
 from lynnc.kernels.kernel import Family, Kernel
 
-KERNELS: tuple[Kernel, ...] = (*linear.KERNELS, *gemm.KERNELS, *simple.KERNELS, *gdn.KERNELS, *attention.KERNELS, *moe.KERNELS)
+KERNELS: tuple[Kernel, ...] = (
+    *linear.KERNELS,
+    *gemm.KERNELS,
+    *simple.KERNELS,
+    *gdn.KERNELS,
+    *attention.KERNELS,
+    *moe.KERNELS,
+    *experts.KERNELS,
+    *mlp.KERNELS,
+)
 
 
 def kernel_for(graph: Graph, op: Op) -> Kernel:

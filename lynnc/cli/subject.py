@@ -1,0 +1,63 @@
+"""What ``lynnc show`` and ``lynnc explain`` are about: a model, or a plan that was compiled from one.
+
+In: the name of a shipped model, the path of a model file, or a plan folder. Out: a ``ModelSpec``, or a ``Subject`` that
+also holds the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from lynnc.errors import OptionError, PlanError
+from lynnc.fields import Place
+from lynnc.model import ModelSpec
+from lynnc.modelfile import dump_model, load_model, shipped_models
+from lynnc.modelshape import from_dict
+from lynnc.plan import Options, Plan
+from lynnc.planfile import PLAN_FILE, file_digest, load_plan
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model, and the plan and its folder if one was named; ``options`` are the plan's, or made from the command's."""
+
+    spec: ModelSpec
+    options: Options
+    plan: Plan | None = None
+    folder: Path = Path()
+
+
+def find_model(name: str) -> ModelSpec:
+    """A shipped model by its name or as ``models/NAME.yaml``, or a model file."""
+    path = PurePosixPath(name)
+    if path.parts == ("models", path.name) and path.stem in shipped_models() and not Path(name).exists():
+        return load_model(path.stem)
+    return load_model(name)
+
+
+def is_plan(name: str) -> bool:
+    """Whether a plan folder is meant rather than a model."""
+    return name not in shipped_models() and (Path(name).is_dir() or name.rstrip("/").endswith(".plan"))
+
+
+def find_subject(name: str, without: Sequence[str] = ()) -> Subject:
+    """The model or plan; a plan brings its options, so ``without`` must be empty for one."""
+    if not is_plan(name):
+        return Subject(find_model(name), Options(without=tuple(without)))
+    if without:
+        raise OptionError(f"{name} is a plan and has its own passes: leave --without out, or name a model.")
+    plan = load_plan(name)
+    return Subject(plan_model(plan, Path(name)), plan.options, plan, Path(name))
+
+
+def plan_model(plan: Plan, folder: Path) -> ModelSpec:
+    """The model in a plan; PlanError if it is not the one whose digest the plan holds."""
+    spec = from_dict(plan.model, Place(str(folder / PLAN_FILE), "model"))
+    if file_digest(dump_model(spec).encode()) != plan.model_digest:
+        raise PlanError(
+            f"{folder / PLAN_FILE}: the model does not fit its digest: "
+            f"run `lynnc compile {plan.model_name} --target {plan.target}` again."
+        )
+    return spec

@@ -1,0 +1,105 @@
+"""Feed-forward blocks without routing: gate and up projections with their activation, and the activation alone."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from lynnc.ir import Graph, Linear, Op, RmsNorm, SiluMul
+from lynnc.kernels.kernel import (
+    FORMAT_CODE,
+    Binding,
+    Family,
+    Kernel,
+    Knobs,
+    Problem,
+    ceil_div,
+    null_arg,
+    part_rows,
+    placed,
+    tensor_arg,
+    value_arg,
+    weight_args,
+)
+from lynnc.kernels.linear import block_columns, input_args, input_facts, norm_facts
+from lynnc.kernels.moe import ELEMENTWISE_SPACE, PROJECTION_SPACE, elementwise_default, find, need
+from lynnc.target import Target
+
+
+def _bind_silu_mul(graph: Graph, op: Op, knobs: Knobs) -> Binding:
+    act = need(op, SiluMul)
+    out, place = graph.tensors[act.out], placed(graph, act.x)
+    size = int(out.shape[-1])
+    slots = out.width // size
+    args = (tensor_arg(graph, "x", act.x), tensor_arg(graph, "out", act.out))
+    constants = {
+        "X_STRIDE": place.stride,
+        "X_OFFSET": place.offset,
+        "I": size,
+        "SLOTS": slots,
+        "BLOCK": knobs["BLOCK"],
+    }
+    grid = (out.shape[0] * slots, ceil_div(size, knobs["BLOCK"]), 1)
+    return Binding(args, MappingProxyType(constants), grid)
+
+
+def _silu_mul_problem(graph: Graph, op: Op) -> Problem:
+    return {"n": int(graph.tensors[need(op, SiluMul).out].shape[-1])}
+
+
+def _gate_up_problem(graph: Graph, op: Op) -> Problem:
+    weight = graph.weights[need(op, Linear).weight]
+    width = graph.tensors[need(op, Linear).out].width
+    return {"formats": weight.format.value, "k": weight.columns, "n": width, "norm": int(find(op, RmsNorm) is not None)}
+
+
+def _bind_gate_up(graph: Graph, op: Op, knobs: Knobs) -> Binding:
+    linear, act, norm = need(op, Linear), need(op, SiluMul), find(op, RmsNorm)
+    weight = graph.weights[linear.weight]
+    is_stored = norm is not None and norm.out in op.writes
+    size = graph.tensors[act.out].width
+    args = (
+        *input_args(graph, op, linear.x),
+        tensor_arg(graph, "normed", norm.out) if norm and is_stored else null_arg("normed", "*bf16"),
+        tensor_arg(graph, "act", act.out),
+        *weight_args(weight, ("data", "scales", "globals_")),
+        value_arg("first_row", linear.first_row),
+        value_arg("n", size),
+    )
+    constants = {
+        "ROWS": int(graph.tensors[act.out].shape[0]),
+        **input_facts(graph, op, linear.x),
+        **norm_facts(op),
+        "STORE_NORMED": is_stored,
+        "FORMAT": FORMAT_CODE[weight.format],
+        "PART_ROWS": part_rows(weight),
+        "BLOCK_N": knobs["BLOCK_N"],
+        "BLOCK_K": block_columns(weight, knobs["BLOCK_K"]),
+    }
+    return Binding(args, MappingProxyType(constants), (ceil_div(size, knobs["BLOCK_N"]), 1, 1))
+
+
+def _gate_up_default(problem: Problem, target: Target) -> Knobs:
+    wide = int(problem["k"]) > 2048
+    return {"BLOCK_N": 4, "BLOCK_K": 4096 if wide else 2048, "num_warps": 8 if wide else 4, "num_stages": 1}
+
+
+SILU_MUL = Kernel(
+    name="silu_mul",
+    patterns=("SiluMul",),
+    family=Family.ANY,
+    space=ELEMENTWISE_SPACE,
+    default=elementwise_default,
+    problem=_silu_mul_problem,
+    bind=_bind_silu_mul,
+)
+GATE_UP = Kernel(
+    name="gate_up",
+    patterns=("GateUp", "NormGateUp"),
+    family=Family.DECODE,
+    space=PROJECTION_SPACE,
+    default=_gate_up_default,
+    problem=_gate_up_problem,
+    bind=_bind_gate_up,
+)
+
+KERNELS: tuple[Kernel, ...] = (SILU_MUL, GATE_UP)
