@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -101,11 +102,16 @@ def _shapes(graph: Graph, op: Op) -> object:
     )
 
 
+@cache
+def evaluate_formula(formula: Expr, rows: int, context: int) -> float:
+    """The number that a formula gives for T = ``rows`` and S = ``context``."""
+    return float(sympy.sympify(formula).subs({ir.T: rows, S: context}))
+
+
 def estimate(cost_of_op: Cost, rows: int, context: int, device: Device) -> Estimate:
     """The cost's time on a device for T = ``rows`` and S = ``context``."""
-    values = {ir.T: rows, S: context}
-    moved = float(sympy.sympify(cost_of_op.bytes).subs(values))
-    flops = float(sympy.sympify(cost_of_op.flops).subs(values))
+    moved = evaluate_formula(cost_of_op.bytes, rows, context)
+    flops = evaluate_formula(cost_of_op.flops, rows, context)
     return Estimate(
         bytes=moved,
         flops=flops,

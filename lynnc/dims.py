@@ -41,7 +41,9 @@ def evaluate(dimension: Dimension, rows: int = 0, context: int = 0) -> int:
     except (SyntaxError, KeyError, ZeroDivisionError, TypeError) as error:
         raise PlanError(f"The size {dimension!r} is not understood ({error}): compile the plan again.") from error
     if value.denominator != 1:
-        raise PlanError(f"The size {dimension!r} is {value} for T={rows}, S={context}, not whole: compile the plan again.")
+        raise PlanError(
+            f"The size {dimension!r} is {value} for T={rows}, S={context}, not whole: compile the plan again."
+        )
     return int(value)
 
 

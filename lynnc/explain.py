@@ -21,8 +21,8 @@ import sympy
 
 from lynnc import ir
 from lynnc.build import build_graph
-from lynnc.cost import Cost, Estimate, costs, estimate
-from lynnc.ir import Graph, S, T
+from lynnc.cost import Cost, Estimate, costs, estimate, evaluate_formula
+from lynnc.ir import Graph, T
 from lynnc.model import ModelSpec
 from lynnc.passes import run_passes
 from lynnc.programs import program_rows
@@ -150,10 +150,9 @@ def _step(groups: Sequence[CostGroup], program: str, rows: int, question: Questi
         Group(group.name, group.kind, group.count, group.cost, estimate(group.cost, rows, context, question.device))
         for group in groups
     )
-    values = {T: rows, S: context}
 
     def total(part: str) -> float:
-        return sum(line.count * float(getattr(line.cost, part).subs(values)) for line in lines)
+        return sum(line.count * evaluate_formula(getattr(line.cost, part), rows, context) for line in lines)
 
     ceiling = Ceiling(
         program=program,

@@ -17,12 +17,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
-import sympy
-
 from lynnc.compiler import Compiled
-from lynnc.cost import Cost, costs
+from lynnc.cost import Cost, costs, evaluate_formula
 from lynnc.dims import evaluate
-from lynnc.ir import S, T
 from lynnc.plan import Launch, Plan, Program, StateEntry
 
 THOUSAND = 1000
@@ -212,7 +209,4 @@ def _range_text(values: tuple[int, ...]) -> str:
 
 
 def _mean_bytes(formulas_by_op: Mapping[str, Cost], launches: list[Launch], rows: int, context: int) -> float:
-    formulas = Counter(sympy.sympify(formulas_by_op[launch.op].bytes) for launch in launches)
-    values = {T: rows, S: context}
-    sizes = [float(formula.subs(values)) for formula in formulas]
-    return fmean(sizes, weights=list(formulas.values()))
+    return fmean(evaluate_formula(formulas_by_op[launch.op].bytes, rows, context) for launch in launches)

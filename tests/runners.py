@@ -11,7 +11,7 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -143,6 +143,11 @@ class Kernels:
     @property
     def states(self) -> dict[str, torch.Tensor]:
         return self.simulator.states
+
+    def load(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Goes on from these states."""
+        for name, state in states.items():
+            self.states[name].copy_(state)
 
     def step(
         self,

@@ -96,8 +96,12 @@ def linear_problem(graph: Graph, op: Op) -> Problem:
 
 
 def _default(problem: Problem, target: Target) -> Knobs:
-    wide = int(problem["k"]) > 2048
-    return {"BLOCK_N": 8, "BLOCK_K": 4096 if wide else 2048, "num_warps": 8 if wide else 4, "num_stages": 1}
+    """What was fastest on an H200; a row held in registers wants as many warps as it has thousands of columns."""
+    warps = 8 if int(problem["k"]) > 2048 else 4
+    if not str(problem["formats"]).startswith("nvfp4"):
+        return {"BLOCK_N": 2, "BLOCK_K": 8192, "PROGRAMS": 0, "num_warps": warps, "num_stages": 1}
+    programs = 2112 // warps if problem["norm"] else 0
+    return {"BLOCK_N": 8, "BLOCK_K": 512 * warps, "PROGRAMS": programs, "num_warps": warps, "num_stages": 1}
 
 
 def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
@@ -110,6 +114,7 @@ def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
     columns = [0 if adds else placed(graph, linear.out).offset for linear in linears]
     widths = [graph.tensors[linear.out].width for linear in linears]
     has_second = len(linears) > 1
+    programs = [_programs(width, knobs) for width in (widths[0], widths[-1])]
     args = (
         *input_args(graph, op, x),
         tensor_arg(graph, "residual", adds[0].a) if adds else null_arg("residual", "*bf16"),
@@ -125,6 +130,7 @@ def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         value_arg("column2", columns[-1]),
         value_arg("out_stride", placed(graph, out).stride),
         value_arg("count", graph.tensors[out].shape[0]),
+        *(value_arg(name, used) for name, used in zip(("programs", "programs2"), programs, strict=True)),
     )
     constants = {
         **input_facts(graph, op, x),
@@ -140,8 +146,13 @@ def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         "BLOCK_K": block_columns(first, knobs["BLOCK_K"]),
         "BLOCK_K2": block_columns(second, knobs["BLOCK_K"]),
     }
-    tiles = sum(int(ceil_div(width, knobs["BLOCK_N"])) for width in widths)
-    return Binding(args, MappingProxyType(constants), (tiles, 1, 1))
+    return Binding(args, MappingProxyType(constants), (sum(programs[: len(linears)]), 1, 1))
+
+
+def _programs(width: int, knobs: Knobs) -> int:
+    """Programs for a weight: one for each tile of rows, or no more than PROGRAMS that take several in turn."""
+    tiles = int(ceil_div(width, knobs["BLOCK_N"]))
+    return min(tiles, knobs["PROGRAMS"]) if knobs["PROGRAMS"] else tiles
 
 
 LINEAR = Kernel(
@@ -152,6 +163,7 @@ LINEAR = Kernel(
         {
             "BLOCK_N": PowerOfTwo(1, 256),
             "BLOCK_K": PowerOfTwo(512, 8192),
+            "PROGRAMS": Choice((0, 132, 264, 396, 528, 792, 1056)),
             "num_warps": PowerOfTwo(1, 16),
             "num_stages": Choice((1, 2, 3)),
         }

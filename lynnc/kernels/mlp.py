@@ -64,9 +64,9 @@ def _bind_gate_up(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         *weight_args(weight, ("data", "scales", "globals_")),
         value_arg("first_row", linear.first_row),
         value_arg("n", size),
+        value_arg("count", graph.tensors[act.out].shape[0]),
     )
     constants = {
-        "ROWS": int(graph.tensors[act.out].shape[0]),
         **input_facts(graph, op, linear.x),
         **norm_facts(op),
         "STORE_NORMED": is_stored,

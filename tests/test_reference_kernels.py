@@ -1,0 +1,161 @@
+"""The generated kernels of whole programs against ``transformers``, for every family.
+
+Every step goes the whole way: graph, passes, choices, lowering, rendered source, in Triton's interpreter or on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import harness
+import pytest
+import torch
+from harness import assert_close
+from quick import quick_interpreter
+from reference import FAMILIES, LIMIT, PROMPT, STEPS, VARIANTS, Case, judged, make
+from runners import Followed, Interpreter, Kernels, check, follow, one_thread  # noqa: F401
+
+from lynnc.passes import PIPELINE
+from lynnc.passes.split_attention import SPLITS
+
+each_family = pytest.mark.parametrize("case", FAMILIES, ids=str)
+NAMES = tuple(step.name for step in PIPELINE)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    if harness._DEVICE[0] == "cpu":
+        with quick_interpreter():
+            yield
+    else:
+        yield
+
+
+@dataclass(frozen=True)
+class Split:
+    """Prefill steps from position 0; one decode step follows."""
+
+    prefills: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return "+".join(map(str, self.prefills))
+
+
+SPLITS_OF_PROMPTS = (
+    Split((1, 2)),
+    Split((2, 1, 5)),
+    Split((15, 3)),
+    Split((16, 1)),
+    Split((17,)),
+    Split((33,)),
+)
+
+
+def prompted(case: Case, length: int = PROMPT, slots: int = 1) -> dict[str, torch.Tensor]:
+    """The states that the interpreter leaves after the first tokens of every slot."""
+    runner = Interpreter(make(case), slots)
+    for slot in range(slots):
+        runner.step(judged(case).tokens[: length + 3 * slot], slot=slot, prefill=True)
+    return runner.states
+
+
+def after_prompt(case: Case, **options: object) -> Kernels:
+    runner = Kernels(case, **options)  # type: ignore[arg-type]
+    runner.load(prompted(case))
+    return runner
+
+
+def next_step(runner: Kernels, case: Case) -> Followed:
+    """One decode step after the prompt."""
+    values = runner.step([judged(case).tokens[PROMPT]], PROMPT)
+    return Followed([PROMPT], values["logits"], values["next_token"][:, 0])
+
+
+def snapshot(states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: state.clone() for name, state in states.items()}
+
+
+def assert_equal_states(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], what: str) -> None:
+    for name, state in found.items():
+        assert torch.equal(state, expected[name]), f"{what}: {name}"
+
+
+@each_family
+def test_prompt_and_decode(case: Case) -> None:
+    run = judged(case)
+    found = follow(Kernels(case), run.tokens, prefills=(PROMPT,))
+    assert len(found.positions) == 1 + STEPS
+    check(found, run, LIMIT, str(case))
+
+
+@pytest.mark.parametrize("split", SPLITS_OF_PROMPTS, ids=str)
+@each_family
+def test_prompts_of_any_split(case: Case, split: Split) -> None:
+    run, kernels, interpreter = judged(case), Kernels(case), Interpreter(make(case))
+    tokens = run.tokens[: sum(split.prefills) + 1]
+    check(follow(kernels, tokens, split.prefills), run, LIMIT, f"{case} {split}")
+    follow(interpreter, tokens, split.prefills)
+    for name, state in kernels.states.items():
+        assert_close(state.cpu().float(), interpreter.states[name].float(), LIMIT, name)
+
+
+@each_family
+def test_rows_of_a_step_are_bit_identical(case: Case) -> None:
+    tokens = judged(case).tokens[PROMPT : PROMPT + 8]
+    runner, start = after_prompt(case), prompted(case)
+    rows, states = [], []
+    for row, token in enumerate(tokens):
+        rows.append(runner.step([token], PROMPT + row)["logits"])
+        states.append(snapshot(runner.states))
+    for count in (2, 4, 8):
+        runner.load(start)
+        values = runner.step(tokens[:count], PROMPT)
+        assert torch.equal(values["logits"], torch.cat(rows[:count])), f"decode/{count}"
+        assert_equal_states(runner.states, states[count - 1], f"decode/{count}")
+
+
+@each_family
+def test_slots_of_a_step_are_bit_identical(case: Case) -> None:
+    slots, tokens = [2, 0, 3, 1], judged(case).tokens[:4]
+    starts, runner = [PROMPT + 3 * slot for slot in slots], Kernels(case, slots=4)
+    start = prompted(case, slots=4)
+    runner.load(start)
+    together = runner.step(tokens, starts, slots)["logits"]
+    states = snapshot(runner.states)
+    runner.load(start)
+    alone = [runner.step([token], at, slot)["logits"] for token, at, slot in zip(tokens, starts, slots, strict=True)]
+    assert torch.equal(together, torch.cat(alone))
+    assert_equal_states(runner.states, states, "states")
+
+
+@each_family
+def test_a_used_slot_starts_afresh(case: Case) -> None:
+    run, runner = judged(case), Kernels(case, slots=2)
+    for state in runner.states.values():
+        state.fill_(torch.nan)
+    check(follow(runner, run.tokens[:3], prefills=(2,), slot=1), run, LIMIT, "prefill")
+    check(follow(runner, run.tokens[:1], slot=1), run, LIMIT, "decode")
+    assert all(state[0].isnan().all() for state in runner.states.values())
+
+
+@pytest.mark.parametrize("case", VARIANTS, ids=str)
+def test_other_formats(case: Case) -> None:
+    run = judged(case)
+    check(follow(Kernels(case), run.tokens[:4], prefills=(3,)), run, LIMIT, str(case))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_pass(name: str) -> None:
+    case = FAMILIES[0]
+    check(next_step(after_prompt(case, without=(name,)), case), judged(case), LIMIT, name)
+
+
+@each_family
+def test_without_any_pass(case: Case) -> None:
+    check(next_step(after_prompt(case, without=NAMES), case), judged(case), LIMIT, str(case))
+
+
+def test_default_knobs() -> None:
+    case = FAMILIES[0]
+    check(next_step(after_prompt(case, knobs={}, splits=SPLITS), case), judged(case), LIMIT, str(case))
