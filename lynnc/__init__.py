@@ -1,3 +1,5 @@
 """lynnc: a kernel compiler for pruned mixture-of-experts language models."""
 
-__version__ = "0.1.0"
+from lynnc.version import VERSION as __version__
+
+__all__ = ["__version__"]

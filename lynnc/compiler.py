@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 
 import yaml
 
-from lynnc import __version__
 from lynnc.artifact import Artifact
 from lynnc.buffers import dim_text
 from lynnc.build import build_graph
@@ -35,6 +34,7 @@ from lynnc.store import Store
 from lynnc.target import Device, Target
 from lynnc.tools import find_tools
 from lynnc.verify import verify
+from lynnc.version import VERSION
 
 LAYOUT = "nvfp4-w64-1"
 """Name of the packed weight layout (``docs/layout.md``); weights packed for another layout do not fit the plan."""
@@ -146,7 +146,7 @@ def _plan(
     ptxas = tools.ptxas_for(request.target.capability)
     return Plan(
         name=plan_name(spec, request),
-        lynnc=__version__,
+        lynnc=VERSION,
         arch=request.target.arch,
         target=request.target.name,
         device=request.device.name if request.device else "",

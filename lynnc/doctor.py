@@ -13,10 +13,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lynnc import __version__
 from lynnc.errors import TargetError
 from lynnc.target import TARGETS, Target, check_tools
 from lynnc.tools import Gpu, Tools, detect_gpu, find_tools
+from lynnc.version import VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def check_up(store: Path) -> Checkup:
     """Looks at this machine."""
     tools = find_tools()
     return Checkup(
-        lynnc=__version__,
+        lynnc=VERSION,
         python_version=platform.python_version(),
         python_path=sys.executable,
         triton_version=tools.triton_version or "",

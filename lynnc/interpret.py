@@ -84,11 +84,12 @@ class _Run:
     def _view(self, name: str) -> torch.Tensor:
         tensor = self.graph.tensors[name]
         root = self.graph.tensors[tensor.base or name]
-        rows = self.rows if isinstance(root.shape[0], ir.sympy.Symbol) else int(root.shape[0])
+        rows = self.rows if root.shape[0] == ir.T else int(root.shape[0])
         if root.name not in self.values:
             self.values[root.name] = torch.zeros(rows, root.width, dtype=TORCH_DTYPE[root.dtype])
         columns = self.values[root.name][:, tensor.offset : tensor.offset + tensor.width]
-        return columns.unflatten(1, [int(dim) for dim in tensor.shape[1:]])
+        shaped: torch.Tensor = columns.unflatten(1, [int(dim) for dim in tensor.shape[1:]])
+        return shaped
 
     def get(self, name: str) -> torch.Tensor:
         """The tensor in its own dtype and shape."""
@@ -241,8 +242,8 @@ def _cached(run: _Run, op: Any, slot: int, length: int) -> tuple[torch.Tensor, t
 
 def _run_of_tiles(op: Any, position: int) -> int:
     """Positions in each of a row's runs."""
-    tiles = position // op.tile + 1
-    return -(-tiles // op.splits) * op.tile
+    tiles = position // int(op.tile) + 1
+    return -(-tiles // int(op.splits)) * int(op.tile)
 
 
 def _attention_partial(run: _Run, op: ir.AttentionPartial) -> None:

@@ -48,6 +48,7 @@ class DType(StrEnum):
 
     @property
     def bytes(self) -> int:
+        """Bytes of one element."""
         return 2 if self is DType.BF16 else 4
 
 
@@ -62,6 +63,7 @@ class Format(StrEnum):
 
     @property
     def is_packed(self) -> bool:
+        """Whether values are 4-bit codes in 64-bit words."""
         return self in (Format.NVFP4, Format.NVFP4_FP16)
 
 
@@ -70,6 +72,8 @@ GROUP = 16
 
 
 class Stage(StrEnum):
+    """How far a graph has come: one op for each step of the model, or for each kernel launch."""
+
     MODEL = "model"
     FUSED = "fused"
 
@@ -110,8 +114,8 @@ class Part:
 class Weight:
     """A constant matrix ``[experts?, rows, columns]`` or vector ``[rows]``, made of parts stacked along the rows.
 
-    Each part of a packed weight keeps its own global scale: index ``row // part_rows`` of ``[experts *] rows / part_rows``
-    FP32 values, where ``part_rows`` is the greatest common divisor of the parts' rows.
+    Each part of a packed weight keeps its own global scale: index ``row // part_rows`` of ``[experts *] rows /
+    part_rows`` FP32 values, where ``part_rows`` is the greatest common divisor of the parts' rows.
     """
 
     name: str
@@ -122,14 +126,17 @@ class Weight:
 
     @property
     def experts(self) -> int:
+        """Matrices of the weight: 1 but for expert weights."""
         return self.shape[0] if len(self.shape) == 3 else 1
 
     @property
     def rows(self) -> int:
+        """Rows of one matrix, or elements of a vector."""
         return self.shape[-2] if len(self.shape) > 1 else self.shape[0]
 
     @property
     def columns(self) -> int:
+        """Columns of one matrix; 1 for a vector."""
         return self.shape[-1] if len(self.shape) > 1 else 1
 
     @property
@@ -155,6 +162,7 @@ class Weight:
 
     @property
     def bytes(self) -> int:
+        """Bytes of all arrays."""
         return sum(self.bytes_by_array().values())
 
     def __str__(self) -> str:
@@ -204,7 +212,7 @@ def _state() -> Any:
 
 
 @cache
-def _fields_of(kind: type[Op], role: str) -> tuple[str, ...]:
+def _fields_of(kind: type, role: str) -> tuple[str, ...]:
     return tuple(item.name for item in fields(kind) if item.metadata.get("role") == role)
 
 
@@ -217,7 +225,8 @@ class Op:
     def names(self, role: str) -> tuple[str, ...]:
         """Names in the fields of ``role`` (read, write, weight, state), in field order."""
         found: list[str] = []
-        for name in _fields_of(type(self), role):
+        kind: type = type(self)
+        for name in _fields_of(kind, role):
             value = getattr(self, name)
             if isinstance(value, str):
                 found.append(value)
@@ -227,14 +236,17 @@ class Op:
 
     @property
     def reads(self) -> tuple[str, ...]:
+        """Tensors that the op reads, in field order."""
         return self.names("read")
 
     @property
     def writes(self) -> tuple[str, ...]:
+        """Tensors that the op writes, in field order."""
         return self.names("write")
 
     @property
     def kind(self) -> str:
+        """What the op is called in text: its class, or the pattern of a fused one."""
         return type(self).__name__
 
     def __str__(self) -> str:
@@ -315,7 +327,7 @@ class CausalConv(Op):
 
 @dataclass(frozen=True, slots=True)
 class DeltaGates(Op):
-    """``beta = sigmoid(b)``, ``g = -exp(a_log) * softplus(a + dt_bias)``, all FP32 [T, value_heads]. Stable softplus."""
+    """``beta = sigmoid(b)``, ``g = -exp(a_log) * softplus(a + dt_bias)``, FP32 [T, value_heads]; stable softplus."""
 
     b: str = _read()
     a: str = _read()
@@ -364,7 +376,7 @@ class GatedNorm(Op):
 
 @dataclass(frozen=True, slots=True)
 class HeadNormRope(Op):
-    """Per head: RMS norm over head_dim (``shifted``: 1 + w; no norm where ``norm`` is False), rounded to BF16, then RoPE.
+    """Per head: RMS norm over head_dim (``shifted``: * (1 + w)), rounded to BF16, then RoPE.
 
     Head i of row t stands at ``x[t, i * head_stride : i * head_stride + head_dim]``. The first ``rotary_dim`` of
     head_dim are rotated in half-split pairs (i, i + rotary_dim / 2) by position * theta ** (-2 i / rotary_dim) in
@@ -403,7 +415,10 @@ class CacheAppend(Op):
 
 @dataclass(frozen=True, slots=True)
 class Attention(Op):
-    """Causal attention of each row over positions 0..position of its slot; softmax in FP32. out BF16 [T, heads, head_dim]."""
+    """Causal attention of each row over positions 0..position of its slot; softmax in FP32.
+
+    out BF16 [T, heads, head_dim].
+    """
 
     q: str = _read()
     position: str = _read()
@@ -471,7 +486,8 @@ class OutputGate(Op):
 class TopK(Op):
     """Softmax over all E logits in FP32, the k largest (ties: lower index), divided by their sum if ``normalize``.
 
-    logits F32 [T, E]; ids I32 [T, k], distinct and in range even for NaN logits (NaN counts as -inf); scores F32 [T, k].
+    logits F32 [T, E]; ids I32 [T, k], distinct and in range even for NaN logits (NaN counts as -inf); scores F32
+    [T, k].
     """
 
     logits: str = _read()
@@ -559,6 +575,7 @@ class Fused(Op):
 
     @property
     def kind(self) -> str:
+        """The pattern."""
         return self.pattern
 
     def __str__(self) -> str:

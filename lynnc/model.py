@@ -55,7 +55,7 @@ TENSOR_CLASSES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Full attention. ``rotary_dim`` of ``head_dim`` are rotated; ``output_gate`` doubles q_proj (per head: q, gate)."""
+    """Full attention. ``rotary_dim`` of ``head_dim`` rotate; ``output_gate`` doubles q_proj (per head: q, gate)."""
 
     heads: int
     kv_heads: int
@@ -102,6 +102,7 @@ class PrecisionSpec:
     activations: str = "bf16"
 
     def format(self, tensor_class: str) -> Format:
+        """Storage format of a tensor class."""
         return self.formats[tensor_class]
 
 

@@ -11,7 +11,7 @@ from functools import cache
 
 import jinja2
 
-from lynnc import __version__
+from lynnc.version import VERSION
 
 
 @cache
@@ -33,6 +33,6 @@ def _rendered(template: str, structure: tuple[tuple[str, object], ...]) -> str:
 
 def render(template: str, structure: Mapping[str, object], header: Mapping[str, str]) -> str:
     """The kernel's source; ``header`` tells op, choice and target in its first lines, with no timestamp."""
-    lines = [f"# lynnc {__version__}: {template}"]
+    lines = [f"# lynnc {VERSION}: {template}"]
     lines += [f"# {name}: {value}" for name, value in header.items()]
     return "\n".join(lines) + "\n" + _rendered(template, tuple(sorted(structure.items())))

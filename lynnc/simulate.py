@@ -1,9 +1,9 @@
 """Runs a program's launches from their source: with Triton's interpreter on the CPU, or just in time on a GPU.
 
 In: a lowered program, packed weights and states as torch tensors. Out: the program's tensors. On the CPU the process
-must have been started with ``TRITON_INTERPRET=1``: Triton decides when it is imported. There inline PTX and programmatic
-launch are replaced by their plain twins with the same rounding points (``interpret`` in the templates). On a GPU it
-serves to compare kernels without the runtime, launch by launch.
+must have been started with ``TRITON_INTERPRET=1``: Triton decides when it is imported. There inline PTX and
+programmatic launch are replaced by their plain twins with the same rounding points (``interpret`` in the templates).
+On a GPU it serves to compare kernels without the runtime, launch by launch.
 
 Example::
 

@@ -151,4 +151,14 @@ def run_both(
     return Outcome({name: value.cpu() for name, value in kernels.items()}, reference, kernel_states, reference_states)
 
 
-__all__ = ["Errors", "Outcome", "PackedWeight", "assert_close", "errors", "op_graph", "pack_graph", "replace", "run_both"]
+__all__ = [
+    "Errors",
+    "Outcome",
+    "PackedWeight",
+    "assert_close",
+    "errors",
+    "op_graph",
+    "pack_graph",
+    "replace",
+    "run_both",
+]

@@ -23,7 +23,7 @@ def load_widths(ptx: str, parameter: int) -> list[int]:
                 derived.update(_REGISTER.findall(args.split("[")[0]))
             continue
         if op.startswith("ld.global"):
-            target, _, address = args.rpartition("[")
+            address = args.rpartition("[")[2]
             if derived & set(_REGISTER.findall(address)):
                 widths.append(_width(op))
             continue

@@ -42,7 +42,9 @@ def test_every_program_compiles_within_the_limits_of_the_target(model: str, targ
     for entry in result.plan.kernels.values():
         assert int(str(entry.artifact["shared_bytes"])) <= limit, entry.label
         assert entry.artifact["arch"] == find_target(target).arch
-    spilling = [f"{e.name} {e.label}: {e.artifact['spill_bytes']}" for e in decode_kernels(result) if e.artifact["spill_bytes"]]
+    spilling = [
+        f"{e.name} {e.label}: {e.artifact['spill_bytes']}" for e in decode_kernels(result) if e.artifact["spill_bytes"]
+    ]
     assert not spilling
 
 

@@ -52,14 +52,20 @@ def test_graph_of_stage_fused(model: str, program: str, update: bool) -> None:
 def test_choices_of_the_large_model(program: str, update: bool) -> None:
     graph = fused_graph(load_model("lynn-27b-a3b"), program)
     lines = [f"{op.name}: {choice}" for op, choice in zip(graph.ops, choose_all(graph, TARGET, Records()), strict=True)]
-    kept = [line for line in lines if line.startswith(("embed", "layers.0.", "layers.3.", "last", "final", "lm_head", "arg"))]
+    kept = [
+        line
+        for line in lines
+        if line.startswith(("embed", "layers.0.", "layers.3.", "last", "final", "lm_head", "arg"))
+    ]
     check(f"lynn-27b-a3b.{program.replace('/', '-')}.choices.txt", "\n".join(kept) + "\n", update)
 
 
 def rendered_sources() -> dict[str, str]:
     """The first source of each template over the tiny models, fused and not."""
     found: dict[str, str] = {}
-    unfused = Options(without=("fuse_gdn", "fuse_attention", "fuse_output_gate", "fuse_experts_up", "fuse_experts_down"))
+    unfused = Options(
+        without=("fuse_gdn", "fuse_attention", "fuse_output_gate", "fuse_experts_up", "fuse_experts_down")
+    )
     for model in ("tiny-moe", "tiny-dense"):
         for options in (Options(), unfused):
             for _, low in lower_programs(load_model(model), Request(TARGET, options=options)).values():

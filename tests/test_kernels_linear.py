@@ -1,4 +1,4 @@
-"""Projections against the interpreter: every format, tails, norms, residuals, segments, and rows that stay bit-identical."""
+"""Projections against the interpreter: formats, tails, norms, residuals, segments, rows that keep their bits."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 import click
 from click.shell_completion import CompletionItem
 
-from lynnc import __version__
 from lynnc.errors import LynncError
+from lynnc.version import VERSION
 
 INTERRUPTED = 130
 TERMINATED = 143
@@ -143,7 +143,7 @@ def _silence_output() -> None:
 
 
 @click.group(cls=Commands, epilog="Example: lynnc compile lynn-27b-a3b --device spark")
-@click.version_option(__version__, message="lynnc %(version)s")
+@click.version_option(VERSION, message="lynnc %(version)s")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def cli(debug: bool) -> None:
     """Compile pruned mixture-of-experts language models to plans: GPU machine code and the launches of one step."""

@@ -18,7 +18,7 @@ Knobs = Mapping[str, int]
 """Values of a kernel's tunables by name; ``num_warps`` and ``num_stages`` among them."""
 
 Problem = Mapping[str, int | str]
-"""The facts of an op that decide legality and speed, never the rows of the step: a row's bits must not depend on them."""
+"""What decides legality and speed of an op, never the rows of the step: a row's bits must not depend on them."""
 
 POINTER = {DType.BF16: "*bf16", DType.F32: "*fp32", DType.I32: "*i32"}
 FORMAT_CODE = {Format.NVFP4: 0, Format.NVFP4_FP16: 1, Format.FP8: 2, Format.BF16: 3}

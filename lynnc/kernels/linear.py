@@ -69,9 +69,7 @@ def input_facts(graph: Graph, op: Op, x: str) -> Mapping[str, int]:
     """Columns of x and its place in memory."""
     name = input_of(op, x)
     place = placed(graph, name)
-    return MappingProxyType(
-        {"K": graph.tensors[name].width, "X_STRIDE": place.stride, "X_OFFSET": place.offset}
-    )
+    return MappingProxyType({"K": graph.tensors[name].width, "X_STRIDE": place.stride, "X_OFFSET": place.offset})
 
 
 def block_columns(weight: Weight, block_k: int) -> int:

@@ -13,6 +13,7 @@ from lynnc.kernels.kernel import (
     Choice,
     Family,
     Kernel,
+    Knob,
     Knobs,
     PowerOfTwo,
     Problem,
@@ -38,7 +39,7 @@ def _kernel(
     def default(problem: Problem, target: Target) -> Knobs:
         return defaults
 
-    space = {
+    space: dict[str, Knob] = {
         **{knob: PowerOfTwo(64, 16384) for knob in block},
         "num_warps": PowerOfTwo(1, 16),
         "num_stages": Choice((1,)),

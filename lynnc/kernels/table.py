@@ -24,5 +24,7 @@ def kernel_for(graph: Graph, op: Op) -> Kernel:
     family = Family.PREFILL if graph.program == "prefill" else Family.DECODE
     fitting = [kernel for kernel in KERNELS if op.kind in kernel.patterns and kernel.family in (family, Family.ANY)]
     if not fitting:
-        raise GraphError(f"{graph.model} {graph.program}: no kernel computes {op.kind} ({op.name}); add one to the table.")
+        raise GraphError(
+            f"{graph.model} {graph.program}: no kernel computes {op.kind} ({op.name}); add one to the table."
+        )
     return min(fitting, key=lambda kernel: kernel.family is Family.ANY)

@@ -35,6 +35,7 @@ class Pass:
 
     @property
     def name(self) -> str:
+        """What ``--without`` calls it."""
         return self.run.__name__
 
     @property

@@ -30,7 +30,9 @@ def fuse_projections(graph: Graph) -> Graph:
     replacements: dict[str, tuple[Op, ...]] = {}
     tensors: list[Tensor] = []
     most_segments = 1 if graph.rows == T else MOST_SEGMENTS
-    for _, group in groupby(graph.ops, lambda op: (op.x, graph.tensors[op.out].dtype) if isinstance(op, Linear) else op):
+    for _, group in groupby(
+        graph.ops, lambda op: (op.x, graph.tensors[op.out].dtype) if isinstance(op, Linear) else op
+    ):
         linears = [op for op in group if isinstance(op, Linear)]
         if len(linears) > 1 and len({op.weight for op in linears}) <= most_segments:
             joined, new_tensors = _join(graph, linears)

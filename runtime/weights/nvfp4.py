@@ -1,9 +1,9 @@
 """NVFP4 in torch: quantise, permute codes into 64-bit words, and back.
 
-A value is ``code * block scale * global scale``: E2M1 codes, an E4M3 (or FP16) scale for each 16 columns, an FP32 scale
-for each part. Element e of a group of 16 stands in half ``e % 2`` of 32-bit half-word ``e // 8`` of a 64-bit word as code
-``j = e % 8 // 2``; the sign and the three magnitude bits of code j lie at bits (15, 11:9), (12, 8:6), (14, 5:3) and
-(13, 2:0) of that 16-bit half, so that a kernel gets FP16 pairs with one to four integer instructions.
+A value is ``code * block scale * global scale``: E2M1 codes, an E4M3 (or FP16) scale for each 16 columns, an FP32
+scale for each part. Element e of a group of 16 stands in half ``e % 2`` of 32-bit half-word ``e // 8`` of a 64-bit word
+as code ``j = e % 8 // 2``; the sign and the three magnitude bits of code j lie at bits (15, 11:9), (12, 8:6), (14, 5:3)
+and (13, 2:0) of that 16-bit half, so that a kernel gets FP16 pairs with one to four integer instructions.
 
 Example::
 
@@ -42,7 +42,9 @@ def quantise(values: torch.Tensor, scale_format: str = "e4m3") -> tuple[torch.Te
         scales = (largest / LARGEST_CODE).to(torch.float16)
         scale_values = scales.float()
     step = (scale_values * global_scale)[..., None]
-    scaled = torch.where(step > 0, blocks / torch.where(step > 0, step, torch.ones_like(step)), torch.zeros_like(blocks))
+    scaled = torch.where(
+        step > 0, blocks / torch.where(step > 0, step, torch.ones_like(step)), torch.zeros_like(blocks)
+    )
     return _nearest_code(scaled).flatten(-2), scales, global_scale.float()
 
 
@@ -85,5 +87,5 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Te
     """FP32 ``code * scale * global``; ``global_scale`` is a number or one for each row ``[..., rows, 1]``."""
     values = E2M1[(codes & 7).long()] * (1 - 2 * (codes >> 3).float())
     scale_values = scales.view(torch.float8_e4m3fn).float() if scales.dtype is torch.uint8 else scales.float()
-    blocks = values.unflatten(-1, [-1, GROUP]) * scale_values[..., None]
+    blocks: torch.Tensor = values.unflatten(-1, [-1, GROUP]) * scale_values[..., None]
     return blocks.flatten(-2) * global_scale

@@ -50,7 +50,9 @@ def _pack_expert(weight: Weight, lookup: Lookup, expert: int) -> dict[str, torch
             wanted = f"{part.rows} x {columns}"
             raise WeightError(f"{part.source} has shape {list(values.shape)} where {weight.name} needs {wanted}.")
         if not values.isfinite().all():
-            raise WeightError(f"{part.source.format(expert=expert)} holds a value that is not finite: repair the checkpoint.")
+            raise WeightError(
+                f"{part.source.format(expert=expert)} holds a value that is not finite: repair the checkpoint."
+            )
         parts.append(_pack_part(weight, values.reshape(part.rows, columns), part.rows))
     arrays = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     return {name: array.flatten() if len(weight.shape) == 1 else array for name, array in arrays.items()}
