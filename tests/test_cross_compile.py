@@ -15,7 +15,10 @@ from lynnc.store import Store
 from lynnc.target import TARGETS, find_target
 
 FULL = (("lynn-27b-a3b", "sm_121"), ("lynn-27b-a3b", "sm_90"))
-SMALL = tuple((model, target) for model in ("tiny-moe", "tiny-dense", "tiny-full") for target in TARGETS)
+SMALL = (
+    *(("tiny-moe", target) for target in TARGETS),
+    *((model, target) for model in ("tiny-dense", "tiny-full") for target in ("sm_80", "sm_100", "sm_121")),
+)
 
 
 @pytest.fixture(scope="session")

@@ -33,16 +33,17 @@ Node = TypeVar("Node", bound=ast.AST)
 def project_files(*suffixes: str) -> Iterator[Path]:
     """Files of the checkout that are not built, cached or installed, sorted."""
     for entry in sorted(ROOT.iterdir()):
-        hidden = entry.name.startswith(".") and entry.name not in KEPT_HIDDEN
-        if hidden or entry.name in IGNORED or entry.name.endswith((".egg-info", ".plan")):
-            continue
-        for path in [entry] if entry.is_file() else sorted(entry.rglob("*")):
-            if (
-                path.is_file()
-                and not IGNORED & set(path.relative_to(ROOT).parts)
-                and path.name.endswith(suffixes or ("",))
-            ):
-                yield path
+        if is_project_part(entry.name):
+            for path in [entry] if entry.is_file() else sorted(entry.rglob("*")):
+                is_part = all(map(is_project_part, path.relative_to(ROOT).parts))
+                if path.is_file() and is_part and path.name.endswith(suffixes or ("",)):
+                    yield path
+
+
+def is_project_part(name: str) -> bool:
+    """Whether a file or folder of this name belongs to the project rather than to a tool."""
+    is_hidden = name.startswith(".") and name not in KEPT_HIDDEN
+    return not is_hidden and name not in IGNORED and not name.endswith((".egg-info", ".plan"))
 
 
 def name_of(path: Path) -> str:

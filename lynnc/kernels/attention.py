@@ -61,7 +61,7 @@ def _combine_problem(graph: Graph, op: Op) -> Problem:
 
 
 def _partial_default(problem: Problem, target: Target) -> Knobs:
-    return {"num_warps": 4, "num_stages": 1}
+    return {"num_warps": 4 if int(problem["head_dim"]) > 64 else 2, "num_stages": 1}
 
 
 def _combine_default(problem: Problem, target: Target) -> Knobs:
