@@ -64,7 +64,7 @@ class Outcome:
 
     plan: str
     seconds: float
-    kernels: int
+    kernel_count: int
     compiled: int
     from_store: int
 
@@ -174,6 +174,6 @@ def _report(compiled: Compiled, summary: Summary, outcome: Outcome, as_json: boo
         return
     print_summary(summary)
     click.echo(
-        f"{outcome.plan}: {outcome.kernels} kernels ({outcome.compiled} compiled, {outcome.from_store} from the store) "
+        f"{outcome.plan}: {outcome.kernel_count} kernels ({outcome.compiled} compiled, {outcome.from_store} from the store) "
         f"in {outcome.seconds:.1f} s"
     )
