@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -140,10 +141,13 @@ class _Memory:
 
 
 def _import(text: str) -> Any:
-    """The module of a rendered source; Triton reads functions from a real file."""
+    """The module of a rendered source; Triton reads functions from a real file, which other processes may share."""
     name = f"lynnc_kernel_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     path = Path(tempfile.gettempdir()) / f"{name}.py"
-    path.write_text(text)
+    if not path.exists() or path.read_text() != text:
+        own = path.with_suffix(f".{os.getpid()}")
+        own.write_text(text)
+        own.replace(path)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

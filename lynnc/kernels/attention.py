@@ -65,7 +65,7 @@ def _partial_default(problem: Problem, target: Target) -> Knobs:
 
 
 def _combine_default(problem: Problem, target: Target) -> Knobs:
-    return {"BLOCK_D": 64, "num_warps": 4, "num_stages": 1}
+    return {"BLOCK_D": 16, "num_warps": 1, "num_stages": 1}
 
 
 def _tile_is_power_of_two(problem: Problem, knobs: Knobs, target: Target) -> str | None:

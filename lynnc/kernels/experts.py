@@ -166,14 +166,14 @@ def _bind_down(graph: Graph, op: Op, knobs: Knobs) -> Binding:
 
 
 def _up_default(problem: Problem, target: Target) -> Knobs:
-    return {"BLOCK_N": 8, "BLOCK_K": 2048, "num_warps": 4, "num_stages": 1}
+    return {"BLOCK_N": 4, "BLOCK_K": 2048, "num_warps": 2, "num_stages": 1}
 
 
 def _down_default(problem: Problem, target: Target) -> Knobs:
     """Blocks that the columns of all slots fill: 8 slots of 512 are one, of 768 three of 2048."""
     columns = int(problem["k"]) * int(problem["slots"])
     block = 4096 if columns % 4096 == 0 else 2048
-    return {"BLOCK_N": 16, "BLOCK_K": block, "num_warps": block // 512, "num_stages": 1}
+    return {"BLOCK_N": 4, "BLOCK_K": block, "num_warps": 2, "num_stages": 1}
 
 
 def _has_two_halves(problem: Problem, knobs: Knobs, target: Target) -> str | None:

@@ -101,7 +101,7 @@ def _default_delta(problem: Problem, target: Target) -> Knobs:
 def _default_step(problem: Problem, target: Target) -> Knobs:
     """As many warps as hold the state in ``MOST_STATE_REGISTERS`` of each thread."""
     state = next_power_of_two(int(problem["key_dim"])) * next_power_of_two(int(problem["value_dim"]))
-    return {"PREFETCH": 0, "num_warps": min(max(state // (32 * MOST_STATE_REGISTERS), 4), 16), "num_stages": 1}
+    return {"PREFETCH": 1, "num_warps": min(max(state // (32 * MOST_STATE_REGISTERS), 4), 16), "num_stages": 1}
 
 
 def _conv_problem(graph: Graph, op: Op) -> Problem:
