@@ -108,7 +108,12 @@ class Simulator:
             if self.device == "cpu":
                 structure.update(interpret=True, pdl=False)
             text = render(entry.template, structure, {})
-            self._functions[entry.key] = _import(text).kernel
+            kernel = _import(text).kernel
+            if self.device != "cpu":
+                # Integers are no constants ahead of time either: one machine code for any number of rows.
+                integers = [name for name, kind in entry.signature.items() if kind == "i32"]
+                kernel = triton.jit(kernel.fn, do_not_specialize=integers)
+            self._functions[entry.key] = kernel
         return self._functions[entry.key]
 
 

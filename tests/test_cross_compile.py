@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 from ptx import load_widths
 
-from lynnc.compiler import Compiled, Request, compile_model
+from lynnc.compiler import Compiled, Request, compile_model, lower_programs
+from lynnc.ir import Format
 from lynnc.modelfile import load_model
-from lynnc.plan import KernelEntry
+from lynnc.plan import KernelEntry, Options
 from lynnc.store import Store
 from lynnc.target import TARGETS, find_target
 
@@ -64,9 +66,27 @@ def test_decode_kernels_load_packed_weights_8_bytes_at_a_time_or_more(model: str
     assert checked >= 5
 
 
-def test_expert_counts_that_differ_share_their_kernels() -> None:
-    from lynnc.compiler import lower_programs
+MIXES = (
+    {"shared_expert": "bf16", "gdn_gates": "bf16", "attention_in": "fp8", "lm_head": "bf16", "embed": "nvfp4"},
+    {"experts": "nvfp4-fp16", "gdn_in": "nvfp4-fp16", "attention_out": "bf16", "gdn_out": "fp8", "embed": "fp8"},
+    {"experts": "fp8", "shared_expert": "nvfp4-fp16", "router": "nvfp4", "attention_in": "nvfp4-fp16"},
+    {"experts": "bf16", "shared_expert": "fp8", "gdn_in": "fp8", "gdn_gates": "nvfp4-fp16", "lm_head": "fp8"},
+)
 
+
+@pytest.mark.parametrize(("mix", "target"), zip(MIXES, ("sm_121", "sm_80", "sm_90", "sm_89"), strict=True))
+def test_mixed_precision_compiles(mix: dict[str, str], target: str, store: Path) -> None:
+    spec = load_model("tiny-moe")
+    formats = {**spec.precision.formats, **{name: Format(fmt) for name, fmt in mix.items()}}
+    mixed = replace(spec, precision=replace(spec.precision, formats=formats))
+    options = Options(programs=("decode/1", "prefill"))
+    result = compile_model(mixed, Request(find_target(target), options=options), Store(store))
+    per_layer = result.plan.programs["decode/1"].launches
+    assert sum(launch.op.startswith("layers.0.") for launch in per_layer) == 6
+    assert sum(launch.op.startswith("layers.3.") for launch in per_layer) == 7
+
+
+def test_expert_counts_that_differ_share_their_kernels() -> None:
     def keys(model: str) -> int:
         programs = lower_programs(load_model(model), Request(find_target("sm_90")))
         return len({key for _, low in programs.values() for key in low.kernels})
