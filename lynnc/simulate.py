@@ -42,7 +42,7 @@ _VIEW = {
     "*fp16": torch.float16,
     "*fp32": torch.float32,
 }
-POISON = 0x7F
+POISON = 0xFF
 """Byte that fresh workspace holds: a NaN in FP32 and BF16 pairs, so a value that nothing wrote shows."""
 
 

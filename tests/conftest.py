@@ -20,5 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
     import harness
+    import torch
 
+    torch.set_num_threads(1)  # tensors are tiny and every core runs a test process of its own
     harness.use_device(device)

@@ -138,7 +138,7 @@ class Kernels:
         self.case, self.knobs, self.splits, self.without = case, _hashable(knobs), splits, without
         self.entries: dict[str, KernelEntry] = {}
         states = new_states(build_graph(case.spec, 1), slots, CONTEXT)
-        self.simulator = Simulator(self.entries, make(case).packed, states, CONTEXT, harness._DEVICE[0])
+        self.simulator = Simulator(self.entries, make(case).packed, states, CONTEXT, harness.device())
 
     @property
     def states(self) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ import torch
 from harness import assert_close, op_graph, pack_graph, run_both
 
 from lynnc.ir import Add, DType, Format, Fused, Graph, Linear, Op, Part, RmsNorm, T, Tensor, Weight
+from lynnc.runtime.weights.pack import pack_weight
 
 KNOBS = {"linear": {"BLOCK_N": 64}}
 FORMATS = (Format.NVFP4, Format.NVFP4_FP16, Format.FP8, Format.BF16)
@@ -110,6 +111,34 @@ def test_prefill_projection_equals_the_reference(case: Case, fmt: Format) -> Non
     out = graph.outputs[0]
     limit = 8e-3 if fmt is Format.NVFP4_FP16 else 4e-3  # tiles hold code * FP16 scale rounded to BF16
     assert_close(outcome.kernels[out], outcome.reference[out], limit, f"{fmt} {case}")
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("fmt", [Format.NVFP4, Format.BF16])
+def test_programs_that_take_several_tiles_in_turn(fmt: Format, rows: int) -> None:
+    case = Case(rows, 64, 110, norm=True, first_row=10)  # 48 programs: 2 or 3 of 110 tiles of one row each
+    knobs = {"linear": {"BLOCK_N": 1, "PROGRAMS": 48}}
+    outcome = run_both(projection(case, fmt), random_inputs(case), knobs=knobs)
+    assert_close(outcome.kernels["y"], outcome.reference["y"], 4e-3, str(case))
+
+
+def test_the_epsilon_of_a_norm_counts() -> None:
+    case = Case(1, 64, 32, norm=True)
+    inputs = {"h": (random_inputs(case)["h"].float() * 1e-4).bfloat16()}  # mean square 1e-7, epsilon 1e-6
+    outcome = run_both(projection(case, Format.NVFP4), inputs, knobs=KNOBS)
+    assert_close(outcome.kernels["y"], outcome.reference["y"], 4e-3, "small input")
+
+
+def test_activations_at_the_edge_of_the_fp16_range() -> None:
+    """All activations at the row's maximum, just below a power of two, all weights at their largest code."""
+    graph = projection(Case(1, 64, 32), Format.NVFP4)
+    packed, values = pack_graph(graph)
+    largest = torch.full((32, 64), 6.0)
+    arrays = pack_weight(graph.weights["w"], lambda name: largest[:16]).arrays
+    packed = {**packed, **{("w", name): array for name, array in arrays.items()}}
+    h = torch.full((1, 64), 1.9921875).bfloat16()
+    outcome = run_both(graph, {"h": h}, knobs=KNOBS, weights=(packed, {**values, "w": largest}))
+    assert_close(outcome.kernels["y"], outcome.reference["y"], 4e-3, "largest products")
 
 
 @pytest.mark.parametrize("rows", [2, 4, 8])

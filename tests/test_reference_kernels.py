@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 
 import harness
 import pytest
@@ -25,7 +26,7 @@ NAMES = tuple(step.name for step in PIPELINE)
 
 @pytest.fixture(scope="module", autouse=True)
 def quick() -> Iterator[None]:
-    if harness._DEVICE[0] == "cpu":
+    if harness.device() == "cpu":
         with quick_interpreter():
             yield
     else:
@@ -42,14 +43,10 @@ class Split:
         return "+".join(map(str, self.prefills))
 
 
-SPLITS_OF_PROMPTS = (
-    Split((1, 2)),
-    Split((2, 1, 5)),
-    Split((15, 3)),
-    Split((16, 1)),
-    Split((17,)),
-    Split((33,)),
-)
+LENGTHS = tuple(Split(prefills) for prefills in ((1, 2), (2,), (15,), (16, 1), (17,), (33,)))
+ODD = (FAMILIES[0], Split((2, 1, 5)))
+ROWS = ((FAMILIES[0], (4, 8)), (FAMILIES[1], (2, 4)), (FAMILIES[2], (4,)))
+"""Rows of the decode steps that are compared with steps of one row."""
 
 
 def prompted(case: Case, length: int = PROMPT, slots: int = 1) -> dict[str, torch.Tensor]:
@@ -89,8 +86,7 @@ def test_prompt_and_decode(case: Case) -> None:
     check(found, run, LIMIT, str(case))
 
 
-@pytest.mark.parametrize("split", SPLITS_OF_PROMPTS, ids=str)
-@each_family
+@pytest.mark.parametrize(("case", "split"), [*product(FAMILIES, LENGTHS), ODD], ids=str)
 def test_prompts_of_any_split(case: Case, split: Split) -> None:
     run, kernels, interpreter = judged(case), Kernels(case), Interpreter(make(case))
     tokens = run.tokens[: sum(split.prefills) + 1]
@@ -102,15 +98,15 @@ def test_prompts_of_any_split(case: Case, split: Split) -> None:
         assert not state[~written].any(), name
 
 
-@each_family
-def test_rows_of_a_step_are_bit_identical(case: Case) -> None:
-    tokens = judged(case).tokens[PROMPT : PROMPT + 8]
+@pytest.mark.parametrize(("case", "counts"), ROWS, ids=str)
+def test_rows_of_a_step_are_bit_identical(case: Case, counts: tuple[int, ...]) -> None:
+    tokens = judged(case).tokens[PROMPT : PROMPT + max(counts)]
     runner, start = after_prompt(case), prompted(case)
     rows, states = [], []
     for row, token in enumerate(tokens):
         rows.append(runner.step([token], PROMPT + row)["logits"])
         states.append(snapshot(runner.states))
-    for count in (2, 4, 8):
+    for count in counts:
         runner.load(start)
         values = runner.step(tokens[:count], PROMPT)
         assert torch.equal(values["logits"], torch.cat(rows[:count])), f"decode/{count}"

@@ -161,7 +161,7 @@ LINEAR = Kernel(
         {
             "BLOCK_N": PowerOfTwo(1, 256),
             "BLOCK_K": PowerOfTwo(512, 8192),
-            "PROGRAMS": Choice((0, 132, 264, 396, 528, 792, 1056)),
+            "PROGRAMS": Choice((0, 48, 96, 132, 192, 264, 396, 528, 792, 1056)),
             "num_warps": PowerOfTwo(1, 16),
             "num_stages": Choice((1, 2, 3)),
         }
