@@ -11,7 +11,7 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -20,7 +20,6 @@ from typing import Protocol
 from unittest.mock import patch
 
 import harness
-import pytest
 import torch
 from harness import TARGET, assert_close
 from reference import STEPS, Case, Reference, Run, make
@@ -63,15 +62,6 @@ def routing_noise(reference: Reference, run: Run) -> float:
     values = Interpreter(reference).step(run.tokens, prefill=True)
     ours = [values[f"layers.{layer}.logits"] for layer in range(len(run.routers))]
     return max((float((a - b).abs().max()) for a, b in zip(ours, run.routers, strict=True)), default=0.0)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small lose by threads, and many times over where other processes want the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Runner(Protocol):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from harness import assert_close
 from reference import FAMILIES, PROMPT, VARIANTS, Case, judged, make
-from runners import CONTEXT, one_thread, unrounded  # noqa: F401
+from runners import CONTEXT, unrounded
 
 from lynnc.build import build_graph
 from lynnc.interpret import interpret, new_states, step_inputs

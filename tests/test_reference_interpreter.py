@@ -25,7 +25,7 @@ from reference import (
     make,
     routing_margin,
 )
-from runners import Interpreter, check, follow, one_thread, routing_noise  # noqa: F401
+from runners import Interpreter, check, follow, routing_noise
 
 EXACT = 1e-5
 """RMS error that the order of FP32 sums may cost."""

@@ -15,7 +15,7 @@ import torch
 from harness import errors
 from quick import quick_interpreter
 from reference import FAMILIES, LIMIT, PROMPT, STEPS, VARIANTS, Case, judged, make
-from runners import Followed, Interpreter, Kernels, check, follow, one_thread  # noqa: F401
+from runners import Followed, Interpreter, Kernels, check, follow
 
 from lynnc.passes import PIPELINE
 from lynnc.passes.split_attention import SPLITS

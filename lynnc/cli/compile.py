@@ -174,6 +174,6 @@ def _report(compiled: Compiled, summary: Summary, outcome: Outcome, as_json: boo
         return
     print_summary(summary)
     click.echo(
-        f"{outcome.plan}: {outcome.kernel_count} kernels ({outcome.compiled} compiled, {outcome.from_store} from the store) "
-        f"in {outcome.seconds:.1f} s"
+        f"{outcome.plan}: {outcome.kernel_count} kernels ({outcome.compiled} compiled, "
+        f"{outcome.from_store} from the store) in {outcome.seconds:.1f} s"
     )
