@@ -104,16 +104,22 @@ class _Source:
 
 
 def import_config(
-    config: Mapping[str, object], *, name: str, experts: Mapping[str, int] | None = None, file: str = "config.json"
+    config: Mapping[str, object],
+    *,
+    name: str,
+    experts: Mapping[str, int] | None = None,
+    file: str = "config.json",
+    experts_file: str = EXPERT_SPEC,
 ) -> ModelSpec:
     """The model of a published configuration; ``experts`` holds the count of each layer of a pruned checkpoint by the
-    layer's number as text. Raises ``ModelError`` for what is missing, contradictory or not supported."""
+    layer's number as text. Both file names are for messages. Raises ``ModelError`` for what is missing, contradictory
+    or not supported."""
     source = _open(config, file)
     _refuse_unsupported(source)
     values = dict(_read_fields(source))
     values |= {"name": name, "description": f"imported from {Path(file).name}", "family": str(source.family)}
     if experts is not None:
-        values["moe.experts"] = _experts(source, experts, len(_layers(source)))
+        values["moe.experts"] = _experts(source, experts, len(_layers(source)), Place(experts_file, _BY_LAYER))
     return from_dict(_nest(values), Place(file, names=_names(source)))
 
 
@@ -258,8 +264,7 @@ def _head_dim(source: _Source) -> int:
     return source.count("hidden_size") // source.count("num_attention_heads")
 
 
-def _experts(source: _Source, experts: Mapping[str, int], layers: int) -> list[int]:
-    place = Place(EXPERT_SPEC, _BY_LAYER)
+def _experts(source: _Source, experts: Mapping[str, int], layers: int, place: Place) -> list[int]:
     if FAMILIES[source.family].feed_forward != "moe":
         place.fail("is given for a model without experts", "leave it out")
     least, most = source.count("num_experts_per_tok"), source.count("num_experts")

@@ -46,6 +46,15 @@ from lynnc.model import (
 KEPT_BF16 = ("embed", "router", "shared_gate")
 """Tensor classes that stay BF16 whatever the default format is, unless the file names a format for them."""
 
+MATRIX_FORMATS = (Format.NVFP4, Format.NVFP4_FP16, Format.FP8, Format.BF16)
+"""Formats that kernels read matrices in; FP32 is for the few gate vectors alone."""
+MOST_CONV_WIDTH = 9
+"""Inputs of a convolution: its state keeps 16 positions, 8 of them for the rows of a step."""
+MOST_STATE = 32768
+"""Values of a GDN head's state, which one program keeps in registers."""
+MOST_EXPERTS = 4096
+"""Experts of a layer that one program ranks."""
+
 ATTENTION = Section(
     {
         "heads": Field(count),
@@ -76,8 +85,8 @@ MOE = Section(
     default=None,
 )
 PRECISION = Section(
-    {"default": Field(one_of(*Format)), "activations": Field(one_of("bf16", "nvfp4"), "bf16")}
-    | {name: Field(one_of(*Format), None) for name in TENSOR_CLASSES},
+    {"default": Field(one_of(*MATRIX_FORMATS)), "activations": Field(one_of("bf16", "nvfp4"), "bf16")}
+    | {name: Field(one_of(*MATRIX_FORMATS), None) for name in TENSOR_CLASSES},
     noun="tensor class",
 )
 SHAPE = Section(
@@ -257,6 +266,19 @@ def experts_for_each_layer(spec: ModelSpec) -> Iterator[Problem]:
             yield Problem(path, problem, f"give the layer at least {top_k} or let a token select fewer")
 
 
+def within_reach_of_kernels(spec: ModelSpec) -> Iterator[Problem]:
+    """Sizes that a single program must hold."""
+    gdn = spec.gdn
+    if gdn and not 2 <= gdn.conv_width <= MOST_CONV_WIDTH:
+        yield Problem("gdn.conv_width", f"is {gdn.conv_width}", f"give 2 to {MOST_CONV_WIDTH}, which the kernels serve")
+    if gdn and gdn.key_dim * gdn.value_dim > MOST_STATE:
+        problem = f"makes a head's state {gdn.key_dim} x {gdn.value_dim} values"
+        yield Problem("gdn.key_dim", problem, f"give dimensions whose product is at most {MOST_STATE:,}")
+    if spec.moe and max(spec.moe.experts) > MOST_EXPERTS:
+        problem = f"gives a layer {max(spec.moe.experts):,} experts"
+        yield Problem("moe.experts", problem, f"give at most {MOST_EXPERTS:,}, which the kernels rank")
+
+
 RULES: tuple[Callable[[ModelSpec], Iterator[Problem]], ...] = (
     one_feed_forward,
     mixers_described,
@@ -264,5 +286,6 @@ RULES: tuple[Callable[[ModelSpec], Iterator[Problem]], ...] = (
     rotary_fits,
     columns_divide,
     experts_for_each_layer,
+    within_reach_of_kernels,
 )
 """Each yields what breaks it; the first problem is reported."""

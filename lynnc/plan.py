@@ -162,6 +162,8 @@ class Plan:
     programs: Mapping[str, Program]
     files: Mapping[str, str]
     schema: int = SCHEMA
+    digest: str = ""
+    """SHA-256 of plan.json itself with this field empty; set when the plan is saved."""
 
     @property
     def model_name(self) -> str:

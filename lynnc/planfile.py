@@ -15,7 +15,7 @@ import types
 import typing
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +39,16 @@ def save_plan(plan: Plan, contents: Mapping[str, bytes], folder: Path, force: bo
     only after the new one is complete.
     """
     check_output(folder, force)
+    text = plan_text(sealed(plan)).encode()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
             fresh = Path(scratch) / "new"
-            _write_files(fresh, {**contents, PLAN_FILE: plan_text(plan).encode()})
+            _write_files(fresh, {**contents, PLAN_FILE: text})
             if force:
                 _swap(fresh, folder, Path(scratch) / "old")
             else:
-                _place(fresh, folder)
+                _place(fresh, folder, text)
     except OSError as error:
         why = error.strerror or error
         raise OutputError(f"{folder} cannot be written ({why}): choose another --output.") from error
@@ -67,6 +68,12 @@ def check_output(folder: Path, force: bool = False) -> None:
 
 def _exists(folder: Path) -> OutputError:
     return OutputError(f"{folder} exists already: choose another --output or pass --force to replace it.")
+
+
+def sealed(plan: Plan) -> Plan:
+    """The plan with the digest of its own text, so that a change by hand or by accident shows."""
+    bare = replace(plan, digest="")
+    return replace(plan, digest=file_digest(plan_text(bare).encode()))
 
 
 def plan_text(plan: Plan) -> str:
@@ -110,14 +117,17 @@ def _write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
         path.write_bytes(data)
 
 
-def _place(fresh: Path, folder: Path) -> None:
-    """Puts ``fresh`` where nothing is; another process may have been faster since we looked."""
+def _place(fresh: Path, folder: Path, text: bytes) -> None:
+    """Puts ``fresh`` where nothing was; another process may have been faster, which is well if its plan is the same."""
     try:
         fresh.rename(folder)
     except OSError as error:
-        if folder.exists():
-            raise _exists(folder) from error
-        raise
+        if not folder.exists():
+            raise
+        with suppress(OSError):
+            if (folder / PLAN_FILE).read_bytes() == text:
+                return
+        raise _exists(folder) from error
 
 
 def _swap(fresh: Path, folder: Path, old: Path) -> None:
@@ -169,15 +179,18 @@ def read_plan(path: Path) -> Plan:
     except FileNotFoundError as error:
         what = f"{path} is not a plan folder (no {PLAN_FILE} in it)"
         raise PlanError(f"{what}: name one that `lynnc compile` made.") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PlanError(f"{path / PLAN_FILE} cannot be read ({error}): compile the model again.") from error
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != SCHEMA:
         raise PlanError(f"{path} has plan schema {schema} and this lynnc reads {SCHEMA}: compile the model again.")
     try:
-        return typing.cast(Plan, _decode(Plan, data))
+        plan = typing.cast(Plan, _decode(Plan, data))
     except (KeyError, TypeError, ValueError) as error:
         raise PlanError(f"{path / PLAN_FILE} is damaged ({error}): compile the model again.") from error
+    if sealed(plan).digest != plan.digest:
+        raise PlanError(f"{path / PLAN_FILE} was changed since it was compiled: {_again(plan)}.")
+    return plan
 
 
 def _again(plan: Plan) -> str:

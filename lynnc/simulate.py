@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -66,6 +65,7 @@ class Simulator:
         self.states = {name: state.to(device) for name, state in states.items()}
         self.context = context
         self._functions: dict[str, Any] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="lynnc-simulate-")
 
     def run(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """All tensors that still have their memory after the step; workspace is poisoned before it."""
@@ -108,7 +108,7 @@ class Simulator:
             if self.device == "cpu":
                 structure.update(interpret=True, pdl=False)
             text = render(entry.template, structure, {})
-            kernel = _import(text).kernel
+            kernel = _import(text, Path(self._folder.name)).kernel
             if self.device != "cpu":
                 # Integers are no constants ahead of time either: one machine code for any number of rows.
                 integers = [name for name, kind in entry.signature.items() if kind == "i32"]
@@ -145,14 +145,11 @@ class _Memory:
         return self.raw(name).view(_TORCH[place.dtype])[:count].view(shape)
 
 
-def _import(text: str) -> Any:
-    """The module of a rendered source; Triton reads functions from a real file, which other processes may share."""
+def _import(text: str, folder: Path) -> Any:
+    """The module of a rendered source; Triton reads functions from a real file."""
     name = f"lynnc_kernel_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    path = Path(tempfile.gettempdir()) / f"{name}.py"
-    if not path.exists() or path.read_text() != text:
-        own = path.with_suffix(f".{os.getpid()}")
-        own.write_text(text)
-        own.replace(path)
+    path = folder / f"{name}.py"
+    path.write_text(text)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -88,7 +88,7 @@ def test_help_of_each_command_has_an_example(name):
 
 
 def test_version():
-    assert lynnc_cli("--version").stdout == f"lynnc {lynnc.VERSION}\n"
+    assert lynnc_cli("--version").stdout == f"lynnc {lynnc.__version__}\n"
 
 
 def test_no_command_imports_torch_or_triton(store, compiled, tmp_path):

@@ -172,6 +172,10 @@ BAD = (
     ),
     Bad("same too few", "[6, 5, 4, 7]", "1", "moe.experts", "layer 0 with 1, fewer than the 2", "at least 2"),
     Bad("kv heads", "kv_heads: 2", "kv_heads: 3", "attention.kv_heads", "does not divide the 4 query", "a divisor"),
+    Bad("conv width", "conv_width: 4", "conv_width: 20", "gdn.conv_width", "is 20", "2 to 9"),
+    Bad("head state", "key_dim: 64", "key_dim: 1024", "gdn.key_dim", "1024 x 64 values", "32,768"),
+    Bad("many experts", "[6, 5, 4, 7]", "[6, 5, 4, 5000]", "moe.experts", "5,000 experts", "at most 4,096"),
+    Bad("vector format", "default: nvfp4", "default: f32", "precision.default", "f32", "write one of these"),
     Bad("key heads", "key_heads: 2", "key_heads: 3", "gdn.key_heads", "does not divide the 4 value", "a divisor"),
     Bad("hidden columns", "hidden: 128", "hidden: 120", "hidden", "120 columns", "multiple of 16"),
     Bad(

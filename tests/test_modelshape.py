@@ -29,7 +29,7 @@ from lynnc.model import (
     PrecisionSpec,
 )
 from lynnc.modelfile import dump_model, load_model, parse_model, shipped_models
-from lynnc.modelshape import SHAPE, from_dict
+from lynnc.modelshape import MATRIX_FORMATS, SHAPE, from_dict
 
 SCHEMA: dict[str, Any] = json.loads(files("lynnc.models").joinpath("lynnc-model.schema.json").read_text("utf-8"))
 
@@ -144,7 +144,7 @@ def specs(draw: st.DrawFn) -> ModelSpec:
     number = st.floats(1e-12, 1e12)
     experts = st.lists(st.integers(top_k, 400), min_size=len(layers), max_size=len(layers)).map(tuple)
     moe = MoeSpec(draw(experts), top_k, 16 * draw(small), draw(st.booleans()), 16 * draw(st.integers(0, 3)))
-    formats = {name: draw(st.sampled_from(list(Format))) for name in TENSOR_CLASSES}
+    formats = {name: draw(st.sampled_from(MATRIX_FORMATS)) for name in TENSOR_CLASSES}
     return ModelSpec(
         name=draw(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True)),
         description=draw(
@@ -161,7 +161,9 @@ def specs(draw: st.DrawFn) -> ModelSpec:
         attention=AttentionSpec(
             kv_heads * draw(small), kv_heads, head_dim, 2 * draw(st.integers(1, 8)), draw(number), draw(st.booleans())
         ),
-        gdn=GdnSpec(key_heads, key_heads * draw(small), draw(small), 16, draw(small)) if Mixer.GDN in layers else None,
+        gdn=GdnSpec(key_heads, key_heads * draw(small), draw(small), 16, draw(st.integers(2, 6)))
+        if Mixer.GDN in layers
+        else None,
         moe=None if family is Family.QWEN3_5 else moe,
         dense=DenseSpec(16 * draw(small)) if family is Family.QWEN3_5 else None,
         mtp_layers=draw(st.integers(0, 2)),

@@ -104,7 +104,7 @@ class CountingStore(Store):
 )
 @click.option(
     "--prefill-rows",
-    type=click.IntRange(min=1),
+    type=click.IntRange(min=1, max=65536),
     default=DEFAULTS.prefill_rows,
     show_default=True,
     help="Most tokens of a prefill step; longer prompts run chunk by chunk.",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from lynnc.cli.output import note
+from lynnc.cli.output import note, warn
 from lynnc.errors import ModelError, OutputError
 from lynnc.hfconfig import EXPERT_SPEC, import_config, read_expert_spec, read_json
 from lynnc.model import ModelSpec
@@ -30,9 +30,16 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 def command(config: Path, output: Path, name: str | None, experts: Path | None, force: bool) -> None:
     """Write a model file from the CONFIG (config.json) of a published checkpoint."""
     _check_output(output, force)
+    published = read_json(config)
     spec = import_config(
-        read_json(config), name=_name(name, output), experts=_expert_counts(config, experts), file=str(config)
+        published,
+        name=_name(name, output),
+        experts=_expert_counts(config, experts),
+        file=str(config),
+        experts_file=str(experts or config.parent / EXPERT_SPEC),
     )
+    if "quantization_config" in published:
+        warn(f"{config} has a quantization_config, which is not read: check the precision section of {output}.")
     try:
         output.write_text(dump_model(spec), "utf-8")
     except OSError as error:
