@@ -50,7 +50,8 @@ def choose(graph: Graph, op: Op, target: Target, records: Records, overrides: Ov
         knobs, origin = {**knobs, **overrides[kernel.name]}, "option"
     refusal = kernel.refusal(problem, knobs, target)
     if refusal:
-        raise OptionError(f"{op.name}: {refusal}; choose other knobs for {target.name}.")
+        advice = "choose other knobs" if origin == "option" else "change the model's dimensions or --without a fusion"
+        raise OptionError(f"{op.name} on {target.name}: {refusal}; {advice}.")
     return KernelChoice(kernel, MappingProxyType(dict(problem)), MappingProxyType(dict(knobs)), origin)
 
 

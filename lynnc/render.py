@@ -15,7 +15,8 @@ from lynnc.version import VERSION
 
 
 @cache
-def _environment() -> jinja2.Environment:
+def environment() -> jinja2.Environment:
+    """Jinja as the templates are written for: control lines are comments, undefined names are errors."""
     return jinja2.Environment(
         loader=jinja2.PackageLoader("lynnc.templates", ""),
         line_statement_prefix="# %",
@@ -28,7 +29,7 @@ def _environment() -> jinja2.Environment:
 
 @cache
 def _rendered(template: str, structure: tuple[tuple[str, object], ...]) -> str:
-    return _environment().get_template(template).render(dict(structure))
+    return environment().get_template(template).render(dict(structure))
 
 
 def render(template: str, structure: Mapping[str, object], header: Mapping[str, str]) -> str:

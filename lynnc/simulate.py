@@ -108,7 +108,7 @@ class Simulator:
             if self.device == "cpu":
                 structure.update(interpret=True, pdl=False)
             text = render(entry.template, structure, {})
-            kernel = _import(text, Path(self._folder.name)).kernel
+            kernel = import_source(text, Path(self._folder.name)).kernel
             if self.device != "cpu":
                 # Integers are no constants ahead of time either: one machine code for any number of rows.
                 integers = [name for name, kind in entry.signature.items() if kind == "i32"]
@@ -145,7 +145,7 @@ class _Memory:
         return self.raw(name).view(_TORCH[place.dtype])[:count].view(shape)
 
 
-def _import(text: str, folder: Path) -> Any:
+def import_source(text: str, folder: Path) -> Any:
     """The module of a rendered source; Triton reads functions from a real file."""
     name = f"lynnc_kernel_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     path = folder / f"{name}.py"

@@ -317,6 +317,16 @@ def test_zero_weights_are_a_plain_norm() -> None:
     assert_close(found.kernel_states["k_cache"][0, 0, 0].float(), plain.bfloat16().float(), BF16_LIMIT)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_epsilon_of_the_head_norm_counts(fused: bool) -> None:
+    """Heads whose mean square is a hundredth of epsilon."""
+    step = Step("small", (3,))
+    inputs = {**step.inputs(), "qkv": (step.inputs()["qkv"].float() * 1e-4).bfloat16()}
+    found = run_both(graph_of(step.shape, fused=fused), inputs, states=_states(step.shape, 1, 16), context=16)
+    keys = (states["k_cache"][0, 0, 3].float() for states in (found.kernel_states, found.reference_states))
+    assert_close(*keys, BF16_LIMIT, "new key")
+
+
 def rope_graph(shape: Shape, rows=1) -> Graph:
     """Norm and rotation of the query heads alone."""
     graph = replace(graph_of(shape, rows, fused=False), outputs=("q_rotated",), inputs=("position", "qkv"), states={})

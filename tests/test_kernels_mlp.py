@@ -82,6 +82,12 @@ def test_gated_blocks_match_the_interpreter(case: Case) -> None:
         assert_close(found.kernels["y"], found.reference["y"], 2e-3, "y")
 
 
+def test_the_epsilon_of_the_norm_counts() -> None:
+    case = Case("small", norm=True)
+    found = run_both(gated_graph(case), {"h": (hidden(case).float() * 1e-4).bfloat16()}, knobs=KNOBS)
+    assert_close(found.kernels["act"], found.reference["act"], 1e-2, "act of a small input")
+
+
 @pytest.mark.parametrize("norm", [False, True])
 def test_a_row_has_the_same_bits_among_others(norm: bool) -> None:
     case = Case("rows", rows=4, norm=norm)

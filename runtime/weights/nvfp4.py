@@ -13,6 +13,8 @@ Example::
 
 from __future__ import annotations
 
+from math import floor, log2
+
 import torch
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -38,14 +40,21 @@ def quantise(values: torch.Tensor, scale_format: str = "e4m3") -> tuple[torch.Te
         stored = (largest / LARGEST_CODE / global_scale).to(torch.float8_e4m3fn)
         scales, scale_values = stored.view(torch.uint8), stored.float()
     else:
-        global_scale = torch.ones(())
-        scales = (largest / LARGEST_CODE).to(torch.float16)
+        global_scale = _fp16_global(float(largest.max()) / LARGEST_CODE)
+        scales = (largest / LARGEST_CODE / global_scale).to(torch.float16)
         scale_values = scales.float()
     step = (scale_values * global_scale)[..., None]
     scaled = torch.where(
         step > 0, blocks / torch.where(step > 0, step, torch.ones_like(step)), torch.zeros_like(blocks)
     )
     return _nearest_code(scaled).flatten(-2), scales, global_scale.float()
+
+
+def _fp16_global(largest_scale: float) -> torch.Tensor:
+    """1, or the power of two that brings block scales FP16 cannot hold, or holds as subnormals, near 1."""
+    if largest_scale == 0 or 2**-8 <= largest_scale <= 2**15:
+        return torch.ones(())
+    return torch.tensor(2.0 ** floor(log2(largest_scale)))
 
 
 def _nearest_code(scaled: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,46 @@
+"""The inline PTX of the packed dot product and its plain twin, bit for bit. Needs a GPU: ``pytest --device cuda``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import harness
+import pytest
+import torch
+
+from lynnc.render import environment
+from lynnc.simulate import import_source
+
+KERNEL = """
+# % include "project.py.jinja"
+
+
+@triton.jit
+def kernel(q, x, out, N: tl.constexpr):
+    index = tl.program_id(0) * N + tl.arange(0, N)
+    pairs = x + index * 8
+    dot = word_dot(
+        tl.load(q + index), tl.load(pairs), tl.load(pairs + 1), tl.load(pairs + 2), tl.load(pairs + 3),
+        tl.load(pairs + 4), tl.load(pairs + 5), tl.load(pairs + 6), tl.load(pairs + 7),
+    )
+    tl.store(out + index, dot)
+"""
+
+
+def words_times_pairs(folder: Path, interpret: bool, q: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    text = environment().from_string(KERNEL).render(interpret=interpret, pdl=False)
+    out = torch.full(q.shape, torch.nan, device=q.device)
+    import_source(text, folder).kernel[(q.numel() // 128,)](q, x, out, N=128, enable_fp_fusion=True)
+    return out
+
+
+def test_packed_dot_product_equals_its_twin(tmp_path: Path) -> None:
+    if harness.device() == "cpu":
+        pytest.skip("inline PTX runs on a GPU only: pytest --device cuda")
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randint(-(2**63), 2**63 - 1, (65536,), generator=generator)
+    # BF16 activations as the kernels scale them: the largest of a row just below 2**15.
+    x = torch.randn(65536, 16, generator=generator).bfloat16().float()
+    x = (x * 2.0 ** (14 - x.abs().amax(1, keepdim=True).log2().floor())).half().view(torch.int32)
+    found = [words_times_pairs(tmp_path, twin, q.cuda(), x.cuda()) for twin in (False, True)]
+    assert found[0].isfinite().all() and torch.equal(*found)
