@@ -180,7 +180,7 @@ def inputs_of(case: Case, rows: int, seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-LIMITS = {"scores": 1e-6, "gate_up": 3e-3, "act": 1e-2, "shared_act": 1e-2, "out": 5e-3}
+LIMITS = {"scores": 1e-6, "gate_up": 3e-3, "act": 1e-2, "shared_act": 1e-2, "out": 8e-3}
 """RMS limits where more than one BF16 rounding may fall to the other side."""
 
 
@@ -191,4 +191,4 @@ def compare(found: Outcome, names: tuple[str, ...]) -> None:
         if expected.dtype is torch.int32:
             assert torch.equal(ours, expected), name
         else:
-            assert_close(ours, expected, LIMITS.get(name.rpartition(".")[2], 2e-3), name)
+            assert_close(ours, expected, LIMITS.get(name.rpartition(".")[2], 4e-3), name)

