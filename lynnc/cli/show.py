@@ -30,7 +30,7 @@ from lynnc.compiler import fused_graph, kernel_file, model_graph
 from lynnc.errors import OptionError, PlanError
 from lynnc.ir import Graph, Op
 from lynnc.lower import lower
-from lynnc.plan import KernelEntry, Plan
+from lynnc.plan import KernelEntry, Plan, Program
 from lynnc.records import Records, load_records
 from lynnc.store import Store
 from lynnc.target import find_target
@@ -105,6 +105,8 @@ def run(arguments: Arguments) -> None:
 
 
 def _print_graph(subject: Subject, arguments: Arguments) -> None:
+    if subject.plan:
+        _program(subject, subject.plan, arguments.program)
     if arguments.stage == "model":
         graph = model_graph(subject.spec, arguments.program)
     else:
@@ -152,13 +154,18 @@ def _from_model(subject: Subject, arguments: Arguments) -> Iterator[Chosen]:
 
 
 def _from_plan(subject: Subject, plan: Plan, arguments: Arguments) -> Iterator[Chosen]:
-    program = plan.programs.get(arguments.program)
-    if program is None:
-        known = ", ".join(plan.programs)
-        raise OptionError(f"--program {arguments.program}: {subject.folder} holds {known}; choose one of them.")
+    program = _program(subject, plan, arguments.program)
     sources = {key: _source(subject.folder, plan, entry) for key, entry in plan.kernels.items()}
     for launch in program.launches:
         yield Chosen(launch.op, plan.kernels[launch.kernel], sources[launch.kernel])
+
+
+def _program(subject: Subject, plan: Plan, name: str) -> Program:
+    """A program that the plan holds; OptionError with those it does for any other."""
+    if name not in plan.programs:
+        known = ", ".join(plan.programs)
+        raise OptionError(f"--program {name}: {subject.folder} holds {known}; choose one of them.")
+    return plan.programs[name]
 
 
 def _source(folder: Path, plan: Plan, entry: KernelEntry) -> KernelSource:
