@@ -1,1 +1,1 @@
-""""""
+"""Model files and their JSON schema, read by ``lynnc.modelfile``."""

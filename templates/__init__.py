@@ -1,1 +1,1 @@
-""""""
+"""Kernel templates, read by ``lynnc.render``."""
