@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import yaml
 
-from lynnc.artifact import Artifact
+from lynnc.artifact import Artifact, digest
 from lynnc.buffers import dim_text
 from lynnc.build import build_graph
 from lynnc.choose import choose_all
@@ -27,7 +27,6 @@ from lynnc.model import ModelSpec
 from lynnc.modelfile import dump_model
 from lynnc.passes import check_pass_names, run_passes
 from lynnc.plan import KernelEntry, Options, Plan, StateEntry, WeightArray, WeightEntry, WeightPart
-from lynnc.planfile import file_digest
 from lynnc.programs import program_rows
 from lynnc.records import Records, load_records
 from lynnc.store import Store
@@ -153,13 +152,13 @@ def _plan(
         tools={"triton": tools.triton_version or "", "ptxas": ptxas.version if ptxas else ""},
         options=request.options,
         model=yaml.safe_load(dump_model(spec)),
-        model_digest=file_digest(dump_model(spec).encode()),
+        model_digest=digest(dump_model(spec).encode()),
         layout=LAYOUT,
         weights={weight.name: weight_entry(weight) for weight in graph.weights.values()},
         states={s.name: StateEntry(s.name, s.dtype.value, tuple(map(dim_text, s.shape))) for s in states},
         kernels=kernels,
         programs={name: low.program for name, (_, low) in lowered.items()},
-        files={name: file_digest(data) for name, data in sorted(files.items())},
+        files={name: digest(data) for name, data in sorted(files.items())},
     )
 
 

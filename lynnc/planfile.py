@@ -6,7 +6,6 @@ In: a plan with its files, or a folder. Out: the folder (by rename), or a ``Plan
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import os
 import shutil
@@ -19,17 +18,13 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lynnc.artifact import digest
 from lynnc.errors import OutputError, PlanError
 from lynnc.plan import SCHEMA, Plan
 
 PLAN_FILE = "plan.json"
 TEXT_DEPTH = 4
 """Levels of plan.json that are broken into lines: plan, programs, program, launches."""
-
-
-def file_digest(data: bytes) -> str:
-    """SHA-256 in hexadecimal, as ``Plan.files`` holds it."""
-    return hashlib.sha256(data).hexdigest()
 
 
 def save_plan(plan: Plan, contents: Mapping[str, bytes], folder: Path, force: bool = False) -> None:
@@ -73,7 +68,7 @@ def _exists(folder: Path) -> OutputError:
 def sealed(plan: Plan) -> Plan:
     """The plan with the digest of its own text, so that a change by hand or by accident shows."""
     bare = replace(plan, digest="")
-    return replace(plan, digest=file_digest(plan_text(bare).encode()))
+    return replace(plan, digest=digest(plan_text(bare).encode()))
 
 
 def plan_text(plan: Plan) -> str:
@@ -167,7 +162,7 @@ def load_plan(folder: str | os.PathLike[str], arch: str | None = None) -> Plan:
             data = (path / name).read_bytes()
         except OSError as error:
             raise PlanError(f"{path / name} cannot be read ({error.strerror}): {_again(plan)}.") from error
-        if file_digest(data) != expected:
+        if digest(data) != expected:
             raise PlanError(f"{path / name} was changed since it was compiled: {_again(plan)}.")
     return plan
 

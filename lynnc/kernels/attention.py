@@ -12,12 +12,9 @@ from lynnc.kernels.attention_ops import (
     dot_fits,
     gate_constants,
     heads_divide,
-    only,
-    place_constants,
     rope_constants,
     rotates_pairs,
     row_args,
-    vector_arg,
 )
 from lynnc.kernels.kernel import (
     Arg,
@@ -29,10 +26,14 @@ from lynnc.kernels.kernel import (
     Knobs,
     PowerOfTwo,
     Problem,
+    body_of,
     ceil_div,
+    need,
     next_power_of_two,
+    place_constants,
     tensor_arg,
     value_arg,
+    vector_arg,
 )
 from lynnc.target import Target
 
@@ -41,7 +42,7 @@ LEAST_GROUP = 8
 
 
 def _partial_problem(graph: Graph, op: Op) -> Problem:
-    partial = only(op, AttentionPartial)
+    partial = need(op, AttentionPartial)
     return {
         "heads": partial.heads,
         "kv_heads": partial.kv_heads,
@@ -52,11 +53,11 @@ def _partial_problem(graph: Graph, op: Op) -> Problem:
 
 
 def _step_problem(graph: Graph, op: Op) -> Problem:
-    return {**_partial_problem(graph, op), "rotary_dim": only(op, HeadNormRope).rotary_dim}
+    return {**_partial_problem(graph, op), "rotary_dim": need(op, HeadNormRope).rotary_dim}
 
 
 def _combine_problem(graph: Graph, op: Op) -> Problem:
-    combine = only(op, AttentionCombine)
+    combine = need(op, AttentionCombine)
     return {"heads": combine.heads, "head_dim": combine.head_dim, "splits": combine.splits}
 
 
@@ -99,7 +100,7 @@ def _partial_args(graph: Graph, op: AttentionPartial) -> tuple[Arg, ...]:
 
 
 def _bind_partial(graph: Graph, op: Op, knobs: Knobs) -> Binding:
-    partial = only(op, AttentionPartial)
+    partial = need(op, AttentionPartial)
     args = (tensor_arg(graph, "q", partial.q), *_partial_args(graph, partial))
     constants = {**place_constants(graph, partial.q, "Q"), **_partial_constants(partial)}
     grid = (graph.tensors[partial.partial].shape[0], partial.kv_heads, partial.splits)
@@ -107,8 +108,8 @@ def _bind_partial(graph: Graph, op: Op, knobs: Knobs) -> Binding:
 
 
 def _bind_step(graph: Graph, op: Op, knobs: Knobs) -> Binding:
-    q, k = only(op, HeadNormRope), only(op, HeadNormRope, last=True)
-    append, partial = only(op, CacheAppend), only(op, AttentionPartial)
+    q, k = need(op, HeadNormRope), body_of(op, HeadNormRope)[-1]
+    append, partial = need(op, CacheAppend), need(op, AttentionPartial)
     if q.out != partial.q:
         q, k = k, q
     args = (
@@ -133,7 +134,7 @@ def _bind_step(graph: Graph, op: Op, knobs: Knobs) -> Binding:
 
 
 def _bind_combine(graph: Graph, op: Op, knobs: Knobs) -> Binding:
-    combine = only(op, AttentionCombine)
+    combine = need(op, AttentionCombine)
     args = (tensor_arg(graph, "partial", combine.partial), tensor_arg(graph, "position", combine.position))
     out = tensor_arg(graph, "out", combine.out)
     constants = _combine_constants(graph, combine, combine.out, knobs)
@@ -141,7 +142,7 @@ def _bind_combine(graph: Graph, op: Op, knobs: Knobs) -> Binding:
 
 
 def _bind_combine_gate(graph: Graph, op: Op, knobs: Knobs) -> Binding:
-    combine, gate = only(op, AttentionCombine), only(op, OutputGate)
+    combine, gate = need(op, AttentionCombine), need(op, OutputGate)
     args = (
         tensor_arg(graph, "partial", combine.partial),
         tensor_arg(graph, "position", combine.position),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TypeVar
 
-from lynnc.ir import Attention, CacheAppend, Graph, HeadNormRope, Op, OutputGate, S, primitive_ops
+from lynnc.ir import Attention, CacheAppend, Graph, HeadNormRope, Op, OutputGate, S
 from lynnc.kernels.kernel import (
     Arg,
     Binding,
@@ -18,12 +17,14 @@ from lynnc.kernels.kernel import (
     PowerOfTwo,
     Problem,
     ceil_div,
+    need,
     next_power_of_two,
+    place_constants,
     placed,
     state_arg,
     tensor_arg,
     value_arg,
-    weight_args,
+    vector_arg,
 )
 from lynnc.target import Target
 
@@ -31,25 +32,6 @@ LEAST_DOT = 16
 """Lines that a tensor-core product has at least."""
 MOST_SUM_REGISTERS = 128
 """Registers of a thread, of 255, that its sums may fill."""
-
-OpKind = TypeVar("OpKind", bound=Op)
-
-
-def only(op: Op, kind: type[OpKind], last: bool = False) -> OpKind:
-    """The first op of a kind in a launch, or the last."""
-    found = [inner for inner in primitive_ops(op) if isinstance(inner, kind)]
-    return found[-1 if last else 0]
-
-
-def place_constants(graph: Graph, tensor: str, prefix: str) -> Mapping[str, int]:
-    """Row stride and first column of a tensor, as constants ``PREFIX_STRIDE`` and ``PREFIX_OFFSET``."""
-    place = placed(graph, tensor)
-    return {f"{prefix}_STRIDE": place.stride, f"{prefix}_OFFSET": place.offset}
-
-
-def vector_arg(graph: Graph, parameter: str, weight: str) -> Arg:
-    """Pointer to the data of a weight that is never packed."""
-    return weight_args(graph.weights[weight], (parameter, "", ""))[0]
 
 
 def row_args(graph: Graph, position: str, slot: str) -> tuple[Arg, Arg]:
@@ -111,22 +93,22 @@ def _lines_fit(problem: Problem, knobs: Knobs, target: Target) -> str | None:
 
 
 def _rope_problem(graph: Graph, op: Op) -> Problem:
-    rope = only(op, HeadNormRope)
+    rope = need(op, HeadNormRope)
     return {"heads": rope.heads, "head_dim": rope.head_dim, "rotary_dim": rope.rotary_dim}
 
 
 def _append_problem(graph: Graph, op: Op) -> Problem:
-    append = only(op, CacheAppend)
+    append = need(op, CacheAppend)
     return {"kv_heads": append.kv_heads, "head_dim": append.head_dim}
 
 
 def _attention_problem(graph: Graph, op: Op) -> Problem:
-    attention = only(op, Attention)
+    attention = need(op, Attention)
     return {"heads": attention.heads, "kv_heads": attention.kv_heads, "head_dim": attention.head_dim}
 
 
 def _gate_problem(graph: Graph, op: Op) -> Problem:
-    gate = only(op, OutputGate)
+    gate = need(op, OutputGate)
     return {"heads": gate.heads, "head_dim": gate.head_dim}
 
 
@@ -144,7 +126,7 @@ def _attention_default(problem: Problem, target: Target) -> Knobs:
 
 
 def _bind_rope(graph: Graph, op: Op, knobs: Knobs) -> Binding:
-    rope = only(op, HeadNormRope)
+    rope = need(op, HeadNormRope)
     args = (
         tensor_arg(graph, "x", rope.x),
         vector_arg(graph, "norm", rope.weight),
@@ -162,7 +144,7 @@ def _bind_rope(graph: Graph, op: Op, knobs: Knobs) -> Binding:
 
 
 def _bind_append(graph: Graph, op: Op, knobs: Knobs) -> Binding:
-    append = only(op, CacheAppend)
+    append = need(op, CacheAppend)
     args = (
         tensor_arg(graph, "k", append.k),
         tensor_arg(graph, "v", append.v),
@@ -181,7 +163,7 @@ def _bind_append(graph: Graph, op: Op, knobs: Knobs) -> Binding:
 
 
 def _bind_attention(graph: Graph, op: Op, knobs: Knobs) -> Binding:
-    attention = only(op, Attention)
+    attention = need(op, Attention)
     rows, group = graph.tensors[attention.out].shape[0], attention.heads // attention.kv_heads
     args = (
         tensor_arg(graph, "q", attention.q),
@@ -208,7 +190,7 @@ def _bind_attention(graph: Graph, op: Op, knobs: Knobs) -> Binding:
 
 
 def _bind_gate(graph: Graph, op: Op, knobs: Knobs) -> Binding:
-    gate = only(op, OutputGate)
+    gate = need(op, OutputGate)
     args = (
         tensor_arg(graph, "x", gate.x),
         tensor_arg(graph, "gate", gate.gate),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TypeVar
 
-from lynnc.ir import CausalConv, DeltaGates, GatedDelta, GatedNorm, Graph, Op, primitive_ops
+from lynnc.ir import CausalConv, DeltaGates, GatedDelta, GatedNorm, Graph, Op
 from lynnc.kernels.kernel import (
     Arg,
     Binding,
@@ -17,12 +16,13 @@ from lynnc.kernels.kernel import (
     PowerOfTwo,
     Problem,
     ceil_div,
+    need,
     next_power_of_two,
-    placed,
+    place_constants,
     state_arg,
     tensor_arg,
     value_arg,
-    weight_args,
+    vector_arg,
 )
 from lynnc.target import Target
 
@@ -30,23 +30,6 @@ MOST_ROWS = 8
 """Rows of the largest decode program."""
 MOST_STATE_REGISTERS = 64
 """Registers of a thread, of 255, that the state may fill: its products with q and k need twice as many for a while."""
-
-OpKind = TypeVar("OpKind", bound=Op)
-
-
-def _only(op: Op, kind: type[OpKind]) -> OpKind:
-    return next(inner for inner in primitive_ops(op) if isinstance(inner, kind))
-
-
-def _vector(graph: Graph, parameter: str, weight: str) -> Arg:
-    """Pointer to the data of a weight that is never packed."""
-    return weight_args(graph.weights[weight], (parameter, "", ""))[0]
-
-
-def _place(graph: Graph, tensor: str, prefix: str) -> Mapping[str, int]:
-    """Row stride and first column of a tensor, as constants ``PREFIX_STRIDE`` and ``PREFIX_OFFSET``."""
-    place = placed(graph, tensor)
-    return {f"{prefix}_STRIDE": place.stride, f"{prefix}_OFFSET": place.offset}
 
 
 def _row_args(graph: Graph, op: CausalConv) -> tuple[Arg, ...]:
@@ -105,16 +88,16 @@ def _default_step(problem: Problem, target: Target) -> Knobs:
 
 
 def _conv_problem(graph: Graph, op: Op) -> Problem:
-    conv = _only(op, CausalConv)
+    conv = need(op, CausalConv)
     return {"channels": graph.tensors[conv.x].width, "width": conv.width, "ring": conv.ring}
 
 
 def _gates_problem(graph: Graph, op: Op) -> Problem:
-    return {"value_heads": graph.tensors[_only(op, DeltaGates).beta].width}
+    return {"value_heads": graph.tensors[need(op, DeltaGates).beta].width}
 
 
 def _delta_problem(graph: Graph, op: Op) -> Problem:
-    delta = _only(op, GatedDelta)
+    delta = need(op, GatedDelta)
     return {
         "key_heads": delta.key_heads,
         "value_heads": delta.value_heads,
@@ -124,7 +107,7 @@ def _delta_problem(graph: Graph, op: Op) -> Problem:
 
 
 def _norm_problem(graph: Graph, op: Op) -> Problem:
-    heads, head_dim = graph.tensors[_only(op, GatedNorm).x].shape[1:]
+    heads, head_dim = graph.tensors[need(op, GatedNorm).x].shape[1:]
     return {"heads": int(heads), "head_dim": int(head_dim)}
 
 
@@ -133,19 +116,19 @@ def _step_problem(graph: Graph, op: Op) -> Problem:
 
 
 def _bind_conv(graph: Graph, op: Op, knobs: Knobs) -> Binding:
-    conv = _only(op, CausalConv)
+    conv = need(op, CausalConv)
     rows, channels = graph.tensors[conv.out].shape[0], graph.tensors[conv.out].width
     args = (
         tensor_arg(graph, "x", conv.x),
         *_row_args(graph, conv),
-        _vector(graph, "weight", conv.weight),
+        vector_arg(graph, "weight", conv.weight),
         state_arg(graph, "state", conv.state),
         tensor_arg(graph, "out", conv.out),
         value_arg("rows", rows),
     )
     constants = {
         "CHANNELS": channels,
-        **_place(graph, conv.x, "X"),
+        **place_constants(graph, conv.x, "X"),
         "WIDTH": conv.width,
         "RING": conv.ring,
         "BLOCK_C": knobs["BLOCK_C"],
@@ -155,27 +138,27 @@ def _bind_conv(graph: Graph, op: Op, knobs: Knobs) -> Binding:
 
 
 def _bind_gates(graph: Graph, op: Op, knobs: Knobs) -> Binding:
-    gates = _only(op, DeltaGates)
+    gates = need(op, DeltaGates)
     rows, heads = graph.tensors[gates.beta].shape[0], graph.tensors[gates.beta].width
     args = (
         tensor_arg(graph, "b", gates.b),
         tensor_arg(graph, "a", gates.a),
-        _vector(graph, "a_log", gates.a_log),
-        _vector(graph, "dt_bias", gates.dt_bias),
+        vector_arg(graph, "a_log", gates.a_log),
+        vector_arg(graph, "dt_bias", gates.dt_bias),
         tensor_arg(graph, "beta", gates.beta),
         tensor_arg(graph, "g", gates.g),
     )
     constants = {
         "HEADS": heads,
-        **_place(graph, gates.b, "B"),
-        **_place(graph, gates.a, "A"),
+        **place_constants(graph, gates.b, "B"),
+        **place_constants(graph, gates.a, "A"),
         "BLOCK_HEADS": next_power_of_two(heads),
     }
     return Binding(args, MappingProxyType(constants), (rows, 1, 1))
 
 
 def _bind_delta(graph: Graph, op: Op, knobs: Knobs) -> Binding:
-    delta = _only(op, GatedDelta)
+    delta = need(op, GatedDelta)
     args = (
         tensor_arg(graph, "qkv", delta.qkv),
         tensor_arg(graph, "beta", delta.beta),
@@ -186,25 +169,25 @@ def _bind_delta(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         tensor_arg(graph, "out", delta.out),
         value_arg("rows", graph.tensors[delta.out].shape[0]),
     )
-    constants = {**_place(graph, delta.qkv, "QKV"), **_head_constants(delta), "BLOCK_V": knobs["BLOCK_V"]}
+    constants = {**place_constants(graph, delta.qkv, "QKV"), **_head_constants(delta), "BLOCK_V": knobs["BLOCK_V"]}
     blocks = ceil_div(delta.value_dim, knobs["BLOCK_V"])
     return Binding(args, MappingProxyType(constants), (delta.value_heads, blocks, 1))
 
 
 def _bind_norm(graph: Graph, op: Op, knobs: Knobs) -> Binding:
-    norm = _only(op, GatedNorm)
+    norm = need(op, GatedNorm)
     rows, heads, head_dim = graph.tensors[norm.x].shape
     args = (
         tensor_arg(graph, "x", norm.x),
         tensor_arg(graph, "z", norm.z),
-        _vector(graph, "weight", norm.weight),
+        vector_arg(graph, "weight", norm.weight),
         tensor_arg(graph, "out", norm.out),
     )
     constants = {
         "HEADS": int(heads),
         "HEAD_DIM": int(head_dim),
-        **_place(graph, norm.x, "X"),
-        **_place(graph, norm.z, "Z"),
+        **place_constants(graph, norm.x, "X"),
+        **place_constants(graph, norm.z, "Z"),
         "EPS": norm.eps,
         "BLOCK_HEADS": knobs["BLOCK_HEADS"],
         "BLOCK_D": next_power_of_two(int(head_dim)),
@@ -213,28 +196,28 @@ def _bind_norm(graph: Graph, op: Op, knobs: Knobs) -> Binding:
 
 
 def _bind_step(graph: Graph, op: Op, knobs: Knobs) -> Binding:
-    conv, gates = _only(op, CausalConv), _only(op, DeltaGates)
-    delta, norm = _only(op, GatedDelta), _only(op, GatedNorm)
+    conv, gates = need(op, CausalConv), need(op, DeltaGates)
+    delta, norm = need(op, GatedDelta), need(op, GatedNorm)
     args = (
         tensor_arg(graph, "qkv", conv.x),
         *_row_args(graph, conv),
-        _vector(graph, "conv_weight", conv.weight),
+        vector_arg(graph, "conv_weight", conv.weight),
         state_arg(graph, "conv_state", conv.state),
         tensor_arg(graph, "b", gates.b),
         tensor_arg(graph, "a", gates.a),
-        _vector(graph, "a_log", gates.a_log),
-        _vector(graph, "dt_bias", gates.dt_bias),
+        vector_arg(graph, "a_log", gates.a_log),
+        vector_arg(graph, "dt_bias", gates.dt_bias),
         tensor_arg(graph, "z", norm.z),
-        _vector(graph, "norm", norm.weight),
+        vector_arg(graph, "norm", norm.weight),
         state_arg(graph, "state", delta.state),
         tensor_arg(graph, "out", norm.out),
         value_arg("rows", graph.tensors[norm.out].shape[0]),
     )
     constants = {
-        **_place(graph, conv.x, "QKV"),
-        **_place(graph, gates.b, "B"),
-        **_place(graph, gates.a, "A"),
-        **_place(graph, norm.z, "Z"),
+        **place_constants(graph, conv.x, "QKV"),
+        **place_constants(graph, gates.b, "B"),
+        **place_constants(graph, gates.a, "A"),
+        **place_constants(graph, norm.z, "Z"),
         "WIDTH": conv.width,
         "RING": conv.ring,
         "EPS": norm.eps,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from lynnc.ir import Add, DType, Graph, Linear, Op, primitive_ops
+from lynnc.ir import Add, DType, Graph, Linear, Op
 from lynnc.kernels.kernel import (
     FORMAT_CODE,
     Binding,
@@ -14,7 +14,9 @@ from lynnc.kernels.kernel import (
     Knobs,
     PowerOfTwo,
     Problem,
+    body_of,
     ceil_div,
+    need,
     null_arg,
     part_rows,
     placed,
@@ -39,8 +41,8 @@ def _fits_shared_memory(problem: Problem, knobs: Knobs, target: Target) -> str |
 
 
 def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
-    linear = next(inner for inner in primitive_ops(op) if isinstance(inner, Linear))
-    adds = [inner for inner in primitive_ops(op) if isinstance(inner, Add)]
+    linear = need(op, Linear)
+    adds = body_of(op, Add)
     out = adds[0].out if adds else linear.out
     weight, place, width = graph.weights[linear.weight], placed(graph, linear.x), graph.tensors[linear.out].width
     rows = graph.tensors[out].shape[0]

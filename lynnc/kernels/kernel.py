@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from lynnc.ir import Dim, DType, Format, Graph, Op, Weight
+from lynnc.ir import Dim, DType, Format, Graph, Op, Weight, primitive_ops
 from lynnc.target import Target
 
 Knobs = Mapping[str, int]
@@ -30,6 +30,9 @@ DATA_POINTER = {
     Format.BF16: "*bf16",
     Format.F32: "*fp32",
 }
+
+
+OpKind = TypeVar("OpKind", bound=Op)
 
 
 class Source(StrEnum):
@@ -192,6 +195,34 @@ def value_arg(parameter: str, value: Dim) -> Arg:
 def null_arg(parameter: str, pointer: str) -> Arg:
     """A pointer that the chosen structure never reads."""
     return Arg(parameter, pointer, Source.NULL)
+
+
+def vector_arg(graph: Graph, parameter: str, weight: str) -> Arg:
+    """Pointer to the data of a weight that is never packed."""
+    return weight_args(graph.weights[weight], (parameter, "", ""))[0]
+
+
+def place_constants(graph: Graph, tensor: str, prefix: str) -> Mapping[str, int]:
+    """Row stride and first column of a tensor, as constants ``PREFIX_STRIDE`` and ``PREFIX_OFFSET``."""
+    place = placed(graph, tensor)
+    return {f"{prefix}_STRIDE": place.stride, f"{prefix}_OFFSET": place.offset}
+
+
+def body_of(op: Op, kind: type[OpKind]) -> list[OpKind]:
+    """The ops of one kind in a launch, in order."""
+    return [inner for inner in primitive_ops(op) if isinstance(inner, kind)]
+
+
+def find(op: Op, kind: type[OpKind]) -> OpKind | None:
+    """The first op of a kind in a launch, if there is one."""
+    return next(iter(body_of(op, kind)), None)
+
+
+def need(op: Op, kind: type[OpKind]) -> OpKind:
+    """The first op of a kind in a launch whose pattern always has one."""
+    found = find(op, kind)
+    assert found is not None, f"{op.name} has no {kind.__name__}"
+    return found
 
 
 def next_power_of_two(value: int) -> int:

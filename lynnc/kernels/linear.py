@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from lynnc.ir import GROUP, Add, DType, Graph, Linear, Op, RmsNorm, Weight, primitive_ops
+from lynnc.ir import GROUP, Add, DType, Graph, Linear, Op, RmsNorm, Weight
 from lynnc.kernels.kernel import (
     FORMAT_CODE,
     Arg,
@@ -16,6 +16,7 @@ from lynnc.kernels.kernel import (
     Knobs,
     PowerOfTwo,
     Problem,
+    body_of,
     ceil_div,
     next_power_of_two,
     null_arg,
@@ -27,17 +28,10 @@ from lynnc.kernels.kernel import (
 )
 from lynnc.target import Target
 
-NORM_NAMES = ("norm_words", "norm")
-
-
-def body_of(op: Op, kind: type[Op]) -> list[Op]:
-    """The ops of one kind in a launch."""
-    return [inner for inner in primitive_ops(op) if isinstance(inner, kind)]
-
 
 def norm_facts(op: Op) -> Mapping[str, int | float | bool]:
     """The constants that describe the RMS norm at the head of a launch, or none."""
-    norms = [inner for inner in primitive_ops(op) if isinstance(inner, RmsNorm)]
+    norms = body_of(op, RmsNorm)
     if not norms:
         return MappingProxyType({"NORM": False, "SHIFT": 0, "EPS": 0.0})
     return MappingProxyType({"NORM": True, "SHIFT": int(norms[0].shifted), "EPS": norms[0].eps})
@@ -45,7 +39,7 @@ def norm_facts(op: Op) -> Mapping[str, int | float | bool]:
 
 def input_args(graph: Graph, op: Op, x: str) -> tuple[Arg, ...]:
     """x and the norm weight of a launch, each as 64-bit words and as BF16; x is the norm's input where there is one."""
-    norms = [inner for inner in primitive_ops(op) if isinstance(inner, RmsNorm)]
+    norms = body_of(op, RmsNorm)
     if not norms:
         words = (tensor_arg(graph, "x_words", x, "*i64"), tensor_arg(graph, "x", x))
         return (*words, null_arg("norm_words", "*i64"), null_arg("norm", "*bf16"))
@@ -61,7 +55,7 @@ def input_args(graph: Graph, op: Op, x: str) -> tuple[Arg, ...]:
 
 def input_of(op: Op, x: str) -> str:
     """The tensor in memory that a launch reads for x: the norm's input if it starts with a norm."""
-    norms = [inner for inner in primitive_ops(op) if isinstance(inner, RmsNorm)]
+    norms = body_of(op, RmsNorm)
     return norms[0].x if norms else x
 
 
@@ -80,7 +74,7 @@ def block_columns(weight: Weight, block_k: int) -> int:
 
 def linear_problem(graph: Graph, op: Op) -> Problem:
     """Formats, columns and rows of the weights, and what is fused around them."""
-    linears = [inner for inner in primitive_ops(op) if isinstance(inner, Linear)]
+    linears = body_of(op, Linear)
     weights = [graph.weights[linear.weight] for linear in linears]
     # The router's rows differ from layer to layer with the experts: its launches share one kernel and one choice.
     rows = "router" if weights[0].tensor_class == "router" else sum(graph.tensors[op.out].width for op in linears)
@@ -103,9 +97,9 @@ def _default(problem: Problem, target: Target) -> Knobs:
 
 
 def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
-    linears = [inner for inner in primitive_ops(op) if isinstance(inner, Linear)]
-    adds = [inner for inner in primitive_ops(op) if isinstance(inner, Add)]
-    norms = [inner for inner in primitive_ops(op) if isinstance(inner, RmsNorm)]
+    linears = body_of(op, Linear)
+    adds = body_of(op, Add)
+    norms = body_of(op, RmsNorm)
     x, out = linears[0].x, adds[0].out if adds else linears[0].out
     stored = [norm.out for norm in norms if norm.out in op.writes]
     first, second = graph.weights[linears[0].weight], graph.weights[linears[-1].weight]

@@ -13,6 +13,8 @@ from lynnc.kernels.kernel import (
     Knobs,
     Problem,
     ceil_div,
+    find,
+    need,
     null_arg,
     part_rows,
     placed,
@@ -21,7 +23,7 @@ from lynnc.kernels.kernel import (
     weight_args,
 )
 from lynnc.kernels.linear import block_columns, input_args, input_facts, norm_facts
-from lynnc.kernels.moe import ELEMENTWISE_SPACE, PROJECTION_SPACE, elementwise_default, find, need
+from lynnc.kernels.moe import ELEMENTWISE_SPACE, PROJECTION_SPACE, elementwise_default
 from lynnc.target import Target
 
 

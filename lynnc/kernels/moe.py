@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TypeVar
 
-from lynnc.ir import Combine, DType, ExpertLinear, Graph, Linear, Op, SharedAdd, TopK, Weight, primitive_ops
+from lynnc.ir import Combine, DType, ExpertLinear, Graph, Linear, Op, SharedAdd, TopK, Weight
 from lynnc.kernels.kernel import (
     FORMAT_CODE,
     Arg,
@@ -19,6 +18,8 @@ from lynnc.kernels.kernel import (
     PowerOfTwo,
     Problem,
     ceil_div,
+    find,
+    need,
     next_power_of_two,
     part_rows,
     placed,
@@ -29,7 +30,6 @@ from lynnc.kernels.kernel import (
 from lynnc.kernels.linear import block_columns
 from lynnc.target import Target
 
-OpKind = TypeVar("OpKind", bound=Op)
 Constants = Mapping[str, int | float | bool]
 
 PROJECTION_SPACE: Mapping[str, Knob] = MappingProxyType(
@@ -46,18 +46,6 @@ ELEMENTWISE_SPACE: Mapping[str, Knob] = MappingProxyType(
 TOP_K_SPACE: Mapping[str, Knob] = MappingProxyType({"num_warps": PowerOfTwo(1, 8), "num_stages": Choice((1,))})
 GROUP = 4
 """Neighbouring experts that are ranked by their best: of 2, 4 and 8 what takes fewest instructions for 128 to 512."""
-
-
-def find(op: Op, kind: type[OpKind]) -> OpKind | None:
-    """The first op of a kind in a launch, if there is one."""
-    return next((inner for inner in primitive_ops(op) if isinstance(inner, kind)), None)
-
-
-def need(op: Op, kind: type[OpKind]) -> OpKind:
-    """The first op of a kind in a launch whose pattern always has one."""
-    found = find(op, kind)
-    assert found is not None, f"{op.name} has no {kind.__name__}"
-    return found
 
 
 def largest_experts(graph: Graph, experts: int) -> int:
