@@ -21,12 +21,13 @@ from lynnc.build import build_graph
 from lynnc.choose import choose_all
 from lynnc.compile import Progress, compile_kernels
 from lynnc.errors import ModelError
-from lynnc.ir import GROUP, Format, Graph, T, Weight
+from lynnc.ir import Graph, T
+from lynnc.layout import LAYOUT, weight_entry
 from lynnc.lower import KernelCall, Lowered, lower
 from lynnc.model import ModelSpec
 from lynnc.modelfile import dump_model
 from lynnc.passes import check_pass_names, run_passes
-from lynnc.plan import KernelEntry, Options, Plan, StateEntry, WeightArray, WeightEntry, WeightPart
+from lynnc.plan import KernelEntry, Options, Plan, StateEntry
 from lynnc.programs import program_rows
 from lynnc.records import Records, load_records
 from lynnc.store import Store
@@ -34,9 +35,6 @@ from lynnc.target import Device, Target
 from lynnc.tools import find_tools
 from lynnc.verify import verify
 from lynnc.version import VERSION
-
-LAYOUT = "nvfp4-w64-1"
-"""Name of the packed weight layout (``docs/layout.md``); weights packed for another layout do not fit the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,35 +157,4 @@ def _plan(
         kernels=kernels,
         programs={name: low.program for name, (_, low) in lowered.items()},
         files={name: digest(data) for name, data in sorted(files.items())},
-    )
-
-
-_DTYPES: Mapping[Format, str] = {
-    Format.NVFP4: "i64",
-    Format.NVFP4_FP16: "i64",
-    Format.FP8: "u8",
-    Format.BF16: "bf16",
-    Format.F32: "f32",
-}
-
-
-def weight_entry(weight: Weight) -> WeightEntry:
-    """A weight as the plan lists it, with dtype and shape of each array that stores it."""
-    lead = (weight.shape[0],) if len(weight.shape) == 3 else ()
-    matrix = weight.shape[len(lead) :]
-    words = (*matrix[:-1], matrix[-1] // GROUP)
-    shapes = {
-        "data": (_DTYPES[weight.format], (*lead, *(words if weight.format.is_packed else matrix))),
-        "scale": ("u8" if weight.format is Format.NVFP4 else "f16", (*lead, *words)),
-        "global": ("f32", (*lead, weight.rows // weight.part_rows)),
-    }
-    arrays = [WeightArray(a, *shapes[a], bytes=size) for a, size in weight.bytes_by_array().items()]
-    return WeightEntry(
-        name=weight.name,
-        format=weight.format.value,
-        tensor_class=weight.tensor_class,
-        shape=weight.shape,
-        part_rows=weight.part_rows,
-        parts=tuple(WeightPart(part.source, part.rows) for part in weight.parts),
-        arrays=tuple(arrays),
     )

@@ -37,3 +37,7 @@ class PlanError(LynncError):
 
 class OutputError(LynncError):
     """An output or store folder that cannot be written, or that exists already."""
+
+
+class WeightError(LynncError):
+    """A checkpoint or packed folder that is missing, damaged, contradictory or not understood."""
