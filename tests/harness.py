@@ -13,7 +13,7 @@ from lynnc.interpret import interpret, new_states
 from lynnc.ir import DType, Graph, Op, Stage, State, Tensor, Weight
 from lynnc.lower import lower
 from lynnc.records import Records
-from lynnc.runtime.weights.pack import PackedWeight, pack_weight, unpack_weight
+from lynnc.runtime.weights.arrays import PackedWeight, pack_weight, unpack_weight
 from lynnc.simulate import Simulator
 from lynnc.target import find_target
 

@@ -37,7 +37,7 @@ from lynnc.build import build_graph
 from lynnc.ir import Format, Part, Weight
 from lynnc.model import Family, Mixer, ModelSpec
 from lynnc.modelfile import load_model
-from lynnc.runtime.weights.pack import Lookup, pack_weight, unpack_weight
+from lynnc.runtime.weights.arrays import Lookup, pack_weight, unpack_weight
 
 PROMPT, STEPS = 11, 24
 """Tokens of the prompt, and of the decode that follows it."""
@@ -122,7 +122,7 @@ def make_reference(spec: ModelSpec, seed: int) -> tuple[PreTrainedModel, Lookup]
     model = _MODEL[spec.family](config).float().eval()
     _fill(spec, model, seed)
     _prune(spec, model, seed)
-    return model, lambda source: _place(model, source)
+    return model, lambda source: place_of(model, source)
 
 
 @cache
@@ -160,7 +160,7 @@ def _copy(part: Part, values: torch.Tensor, expert: int, lookup: Lookup) -> None
     place.copy_(values.reshape(place.shape))
 
 
-def _place(model: PreTrainedModel, source: str) -> torch.Tensor:
+def place_of(model: PreTrainedModel, source: str) -> torch.Tensor:
     """The memory of one checkpoint tensor; an expert's lies inside the fused parameter that ``transformers`` keeps."""
     found = _EXPERT.fullmatch(source)
     if found is None:
@@ -277,7 +277,7 @@ def _prune(spec: ModelSpec, model: PreTrainedModel, seed: int) -> None:
         block.gate.num_experts = block.experts.num_experts = count
 
 
-def judge(reference: Reference, seed: int = 0) -> Run:
+def judge(reference: Reference, seed: int = 0, prompt: int = PROMPT, steps: int = STEPS) -> Run:
     """A random prompt, the judge's greedy continuation, and its logits at every position in one full pass.
 
     A token at which some layer's routing is nearly tied is passed over for the next best (in the prompt: for another
@@ -285,8 +285,8 @@ def judge(reference: Reference, seed: int = 0) -> Run:
     """
     generator = torch.Generator().manual_seed(seed)
     tokens: list[int] = []
-    for position in range(PROMPT + STEPS):
-        if position < PROMPT:
+    for position in range(prompt + steps):
+        if position < prompt:
             ranked = torch.randperm(reference.spec.vocabulary, generator=generator)
         else:
             ranked = _forward(reference, torch.tensor([tokens])).logits[-1].argsort(descending=True)

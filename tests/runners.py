@@ -124,11 +124,14 @@ class Kernels:
         knobs: Overrides = SIMULATOR_KNOBS,
         splits: int = FEW_SPLITS,
         without: tuple[str, ...] = (),
+        packed: Mapping[tuple[str, str], torch.Tensor] | None = None,
     ) -> None:
+        """``packed`` are the arrays of another checkpoint of the case's model than ``make`` gives."""
         self.case, self.knobs, self.splits, self.without = case, _hashable(knobs), splits, without
         self.entries: dict[str, KernelEntry] = {}
         states = new_states(build_graph(case.spec, 1), slots, CONTEXT)
-        self.simulator = Simulator(self.entries, make(case).packed, states, CONTEXT, harness.device())
+        arrays = make(case).packed if packed is None else packed
+        self.simulator = Simulator(self.entries, arrays, states, CONTEXT, harness.device())
 
     @property
     def states(self) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 from harness import assert_close, op_graph, pack_graph, run_both
 
 from lynnc.ir import Add, DType, Format, Fused, Graph, Linear, Op, Part, RmsNorm, T, Tensor, Weight
-from lynnc.runtime.weights.pack import pack_weight
+from lynnc.runtime.weights.arrays import pack_weight
 
 KNOBS = {"linear": {"BLOCK_N": 64}}
 FORMATS = (Format.NVFP4, Format.NVFP4_FP16, Format.FP8, Format.BF16)

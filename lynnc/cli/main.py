@@ -20,11 +20,15 @@ from typing import Any, NoReturn
 import click
 from click.shell_completion import CompletionItem
 
-from lynnc.errors import LynncError
+from lynnc.errors import LynncError, OptionError
 from lynnc.version import VERSION
 
 INTERRUPTED = 130
 TERMINATED = 143
+
+
+WEIGHT_PACKAGES = ("torch", "safetensors", "xxhash", "tokenizers", "numpy")
+"""What only the commands that read weights import; ``lynnc compile`` works without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,11 @@ COMMANDS: Mapping[str, Entry] = MappingProxyType(
         "show": Entry("lynnc.cli.show", "Print a model's graph, kernel choices, Triton source or PTX."),
         "explain": Entry("lynnc.cli.explain", "Print the bytes, FLOPs and speed ceilings of a model."),
         "import-config": Entry("lynnc.cli.import_config", "Write a model file from a published config.json."),
+        "pack": Entry("lynnc.cli.pack", "Pack a checkpoint into the layout that plans load."),
+        "unpack": Entry("lynnc.cli.unpack", "Write a Hugging Face checkpoint from packed weights."),
+        "inspect": Entry("lynnc.cli.inspect", "Say what a checkpoint or packed folder holds."),
+        "routing": Entry("lynnc.cli.routing", "Count how a text's tokens choose their experts."),
+        "prune": Entry("lynnc.cli.prune", "Choose the experts to keep from routing statistics."),
         "models": Entry("lynnc.cli.models", "List the models that come with lynnc."),
         "targets": Entry("lynnc.cli.targets", "List GPU architectures and devices."),
         "doctor": Entry("lynnc.cli.doctor", "Check tools, GPU and store of this machine."),
@@ -62,7 +71,15 @@ class Commands(click.Group):
         entry = COMMANDS.get(cmd_name)
         if entry is None:
             return None
-        command = import_module(entry.module).command
+        try:
+            command = import_module(entry.module).command
+        except ModuleNotFoundError as error:
+            if error.name not in WEIGHT_PACKAGES:
+                raise
+            raise OptionError(
+                f"lynnc {cmd_name} needs the Python package {error.name}: install lynnc with its extra, as in "
+                "`pip install -e '.[weights]'`."
+            ) from None
         assert isinstance(command, click.Command)
         return command
 

@@ -1,100 +1,152 @@
-"""NVFP4 in torch: quantise, permute codes into 64-bit words, and back.
+"""NVFP4 codes in memory: 64-bit words in the plan's layout, bytes as checkpoints keep them, and what codes stand for.
 
-A value is ``code * block scale * global scale``: E2M1 codes, an E4M3 (or FP16) scale for each 16 columns, an FP32
-scale for each part. Element e of a group of 16 stands in half ``e % 2`` of 32-bit half-word ``e // 8`` of a 64-bit word
-as code ``j = e % 8 // 2``; the sign and the three magnitude bits of code j lie at bits (15, 11:9), (12, 8:6), (14, 5:3)
-and (13, 2:0) of that 16-bit half, so that a kernel gets FP16 pairs with one to four integer instructions.
+In and out: tensors of codes, words or bytes on any device, the last axis along the columns. A word holds 16 E2M1 codes
+in four fields of 16 bits; element ``e`` stands in field ``2 * (e // 8) + e % 2`` as its code ``j = e % 8 // 2``, whose
+sign and three magnitude bits lie at bits (15, 11:9), (12, 8:6), (14, 5:3) and (13, 2:0) of the field for j = 0 to 3. So
+a kernel gets FP16 pairs with one to four integer instructions.
+
+Codes are moved by shifts and masks on whole words, a piece at a time that stays in the processor's cache: every step is
+a pass of torch over memory, so what counts is how many there are.
 
 Example::
 
-    codes, scales, global_scale = quantise(w)            # w FP32 [rows, columns]
-    words = pack_codes(codes)                            # int64 [rows, columns / 16]
+    words = words_from_bytes(checkpoint_bytes)      # uint8 [rows, columns / 2] -> int64 [rows, columns / 16]
+    codes = unpack_codes(words)                     # uint8 [rows, columns], 0 to 15
 """
 
 from __future__ import annotations
 
-from math import floor, log2
+from collections.abc import Iterator
 
 import torch
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 """Magnitudes by code."""
-LARGEST_CODE = 6.0
-LARGEST_E4M3 = 448.0
-GROUP = 16
-SIGN_BIT = (15, 12, 14, 13)
-MAGNITUDE_BIT = (9, 6, 3, 0)
 
+PIECE = 2**16
+"""Words of a piece: half a MiB, and twice as much to work in."""
 
-def quantise(values: torch.Tensor, scale_format: str = "e4m3") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes uint8 ``[rows, columns]``, block scales (uint8 E4M3 bytes or FP16) and the FP32 global scale of one part.
-
-    Two levels: the global scale maps the largest block scale to the largest E4M3 value; each block scale is
-    amax / 6 rounded to its format; codes are the nearest with ties to the even code.
-    """
-    blocks = values.float().unflatten(-1, [-1, GROUP])
-    largest = blocks.abs().amax(-1)
-    if scale_format == "e4m3":
-        global_scale = largest.max() / (LARGEST_CODE * LARGEST_E4M3)
-        global_scale = torch.where(global_scale > 0, global_scale, torch.ones_like(global_scale))
-        stored = (largest / LARGEST_CODE / global_scale).to(torch.float8_e4m3fn)
-        scales, scale_values = stored.view(torch.uint8), stored.float()
-    else:
-        global_scale = _fp16_global(float(largest.max()) / LARGEST_CODE)
-        scales = (largest / LARGEST_CODE / global_scale).to(torch.float16)
-        scale_values = scales.float()
-    step = (scale_values * global_scale)[..., None]
-    scaled = torch.where(
-        step > 0, blocks / torch.where(step > 0, step, torch.ones_like(step)), torch.zeros_like(blocks)
-    )
-    return _nearest_code(scaled).flatten(-2), scales, global_scale.float()
-
-
-def _fp16_global(largest_scale: float) -> torch.Tensor:
-    """1, or the power of two that brings block scales FP16 cannot hold, or holds as subnormals, near 1."""
-    if largest_scale == 0 or 2**-8 <= largest_scale <= 2**15:
-        return torch.ones(())
-    return torch.tensor(2.0 ** floor(log2(largest_scale)))
-
-
-def _nearest_code(scaled: torch.Tensor) -> torch.Tensor:
-    """The nearest E2M1 code; halfway cases go to the even code."""
-    magnitude = scaled.abs().clamp(max=LARGEST_CODE)
-    middle = (E2M1[1:] + E2M1[:-1]) / 2
-    above = torch.bucketize(magnitude, middle, right=False)
-    is_tie = (magnitude == middle[above.clamp(max=6)]) & (above % 2 == 1)
-    code = above + is_tie.long()
-    return (code + 8 * (scaled < 0).long()).to(torch.uint8)
+_SIGNS = ((0x0008, 12), (0x0080, 5), (0x0800, 3), (0x8000, -2))
+"""Sign bits of four codes side by side in 16 bits, and how far left each lies in a field of a word."""
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
-    """Codes uint8 ``[..., columns]`` to permuted words int64 ``[..., columns / 16]``."""
-    groups = codes.long().unflatten(-1, [-1, GROUP])
-    words = torch.zeros(groups.shape[:-1], dtype=torch.int64)
-    for element in range(GROUP):
-        base, j = _half_base(element), element % 8 // 2
-        code = groups[..., element]
-        words |= ((code >> 3) << (base + SIGN_BIT[j])) | ((code & 7) << (base + MAGNITUDE_BIT[j]))
-    return words
+    """Codes 0 to 15 ``[..., columns]`` of any integer type to words int64 ``[..., columns / 16]``."""
+    pairs = codes.to(torch.uint8, copy=True, memory_format=torch.contiguous_format).view(torch.int16)
+    return words_from_bytes((pairs | pairs >> 4).to(torch.uint8))
 
 
 def unpack_codes(words: torch.Tensor) -> torch.Tensor:
-    """The inverse of ``pack_codes``."""
-    codes = []
-    for element in range(GROUP):
-        base, j = _half_base(element), element % 8 // 2
-        sign = (words >> (base + SIGN_BIT[j])) & 1
-        codes.append((sign << 3) | ((words >> (base + MAGNITUDE_BIT[j])) & 7))
-    return torch.stack(codes, dim=-1).flatten(-2).to(torch.uint8)
+    """Codes uint8 ``[..., columns]``: the inverse of ``pack_codes``."""
+    pairs = bytes_from_words(words).to(torch.int16)
+    return (pairs << 4).bitwise_or_(pairs).bitwise_and_(0x0F0F).view(torch.uint8)
 
 
-def _half_base(element: int) -> int:
-    return 32 * (element // 8) + 16 * (element % 2)
+def words_from_bytes(pairs: torch.Tensor) -> torch.Tensor:
+    """Words int64 ``[..., columns / 16]`` from a checkpoint's bytes uint8 ``[..., columns / 2]``: two codes each, the
+    even column in the low nibble."""
+    words = torch.empty(*pairs.shape[:-1], pairs.shape[-1] // 8, dtype=torch.int64, device=pairs.device)
+    words.view(torch.uint8).copy_(pairs)
+    for word, signs, spare in _pieces(words):
+        _gather_parity(word, spare)
+        # Signs at bits 0, 4, 8, 12 of a field come to 15, 12, 14, 13: no two products of this factor meet in one bit.
+        torch.bitwise_right_shift(word, 3, out=signs).bitwise_and_(_fields(0x1111))
+        signs.view(torch.int16).mul_(_as_signed(1 << 15 | 1 << 8 | 1 << 6 | 1 << 1, 16))
+        signs.bitwise_and_(_fields(0xF000))
+        torch.bitwise_right_shift(word, 4, out=spare).bitwise_and_(_fields(0x0707))
+        word.bitwise_and_(_fields(0x0707)).bitwise_left_shift_(3).bitwise_or_(spare)  # two magnitudes in 6 bits
+        torch.bitwise_right_shift(word, 8, out=spare).bitwise_and_(_fields(0x003F))
+        word.bitwise_and_(_fields(0x003F)).bitwise_left_shift_(6).bitwise_or_(spare)  # four in 12
+        word.bitwise_or_(signs)
+    return words
 
 
-def dequantise(codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
-    """FP32 ``code * scale * global``; ``global_scale`` is a number or one for each row ``[..., rows, 1]``."""
-    values = E2M1[(codes & 7).long()] * (1 - 2 * (codes >> 3).float())
-    scale_values = scales.view(torch.float8_e4m3fn).float() if scales.dtype is torch.uint8 else scales.float()
-    blocks: torch.Tensor = values.unflatten(-1, [-1, GROUP]) * scale_values[..., None]
-    return blocks.flatten(-2) * global_scale
+def write_words(halves: torch.Tensor, spare: torch.Tensor, words: torch.Tensor) -> None:
+    """Words ``[n]`` from FP16 numbers ``[16 n]``, each a code's value times 2^-14: its sign at bit 15, its magnitude at
+    bits 11 to 9. Written over are the numbers, and ``spare`` int64 ``[4 n]`` or longer.
+    """
+    pairs = halves.view(torch.int64)
+    spare = spare[: len(pairs)]
+    torch.bitwise_right_shift(pairs, 35, out=spare).bitwise_and_(_fields(0x11C0, 32))
+    pairs.bitwise_or_(spare)  # in the lower half: columns 0 and 1 of 4 as codes 0, columns 2 and 3 as codes 1 of fields
+    both, spare = spare.chunk(2)
+    both.view(torch.int32).copy_(pairs)
+    for mask, distance in ((0x003F, 38), (0x4000, 33), (0x2000, 31)):  # columns 4 to 7 become codes 2 and 3
+        both.bitwise_or_(torch.bitwise_right_shift(both, distance, out=spare).bitwise_and_(_fields(mask, 32)))
+    words.view(torch.int32).copy_(both)
+
+
+def bytes_from_words(words: torch.Tensor) -> torch.Tensor:
+    """Bytes uint8 ``[..., columns / 2]``: the inverse of ``words_from_bytes``."""
+    words = words.clone(memory_format=torch.contiguous_format)
+    for word, signs, spare in _pieces(words):
+        signs.zero_()
+        for mask, shift in _SIGNS:
+            signs.bitwise_or_(_shift_left(word, -shift, spare).bitwise_and_(_fields(mask)))
+        torch.bitwise_right_shift(word, 6, out=spare).bitwise_and_(_fields(0x003F))
+        word.bitwise_and_(_fields(0x003F)).bitwise_left_shift_(8).bitwise_or_(spare)
+        torch.bitwise_right_shift(word, 3, out=spare).bitwise_and_(_fields(0x0707))
+        word.bitwise_and_(_fields(0x0707)).bitwise_left_shift_(4).bitwise_or_(spare)
+        word.bitwise_or_(signs)
+        _scatter_parity(word, spare)
+    return words.view(torch.uint8)
+
+
+def code_values(codes: torch.Tensor) -> torch.Tensor:
+    """FP32 values of codes 0 to 15; code 8 is -0.0."""
+    wide = codes.to(torch.int16)
+    # As FP16, a sign at bit 15 with the magnitude at bits 11 to 9 is the code's value times 2^-14.
+    halves = (wide << 12).bitwise_and_(-0x8000).bitwise_or_((wide << 9).bitwise_and_(0x0E00))
+    return halves.view(torch.float16).to(torch.float32).mul_(2.0**14)
+
+
+def scale_values(scales: torch.Tensor) -> torch.Tensor:
+    """FP32 values of block scales, or of FP8 data: uint8 E4M3 bits, or FP16."""
+    if scales.dtype is not torch.uint8:
+        return scales.float()
+    # torch converts E4M3 one number at a time; a table of all 256 is ten times as fast.
+    table = torch.arange(256, dtype=torch.uint8, device=scales.device).view(torch.float8_e4m3fn).float()
+    return table.index_select(0, scales.reshape(-1).to(torch.int32)).view(scales.shape)
+
+
+def _pieces(words: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Pieces of contiguous words, each with two tensors like it to work in."""
+    flat = words.view(-1)
+    first, second = torch.empty(2, min(PIECE, len(flat)), dtype=torch.int64, device=words.device)
+    for start in range(0, len(flat), PIECE):
+        piece = flat[start : start + PIECE]
+        yield piece, first[: len(piece)], second[: len(piece)]
+
+
+def _gather_parity(word: torch.Tensor, spare: torch.Tensor) -> None:
+    """Nibbles in the order of the columns to fields of 16 bits: those of four even, then of four odd columns."""
+    _swap(word, spare, 4, _fields(0x00F0))
+    _swap(word, spare, 8, _as_signed(0x0000FF00_0000FF00, 64))
+
+
+def _scatter_parity(word: torch.Tensor, spare: torch.Tensor) -> None:
+    """The inverse of ``_gather_parity``."""
+    _swap(word, spare, 8, _as_signed(0x0000FF00_0000FF00, 64))
+    _swap(word, spare, 4, _fields(0x00F0))
+
+
+def _swap(word: torch.Tensor, spare: torch.Tensor, distance: int, mask: int) -> None:
+    """Exchanges the bits of the mask with those ``distance`` higher."""
+    torch.bitwise_right_shift(word, distance, out=spare).bitwise_xor_(word).bitwise_and_(mask)
+    word.bitwise_xor_(spare).bitwise_xor_(spare.bitwise_left_shift_(distance))
+
+
+def _shift_left(word: torch.Tensor, distance: int, out: torch.Tensor) -> torch.Tensor:
+    if distance < 0:
+        return torch.bitwise_right_shift(word, -distance, out=out)
+    return torch.bitwise_left_shift(word, distance, out=out)
+
+
+def _fields(bits: int, width: int = 64) -> int:
+    """A mask of 16 bits in every field of a word, or of its half."""
+    return _as_signed(bits * 0x0001_0001_0001_0001 & (1 << width) - 1, width)
+
+
+def _as_signed(bits: int, width: int) -> int:
+    """The integer of that many bits in two's complement, which is how torch wants it."""
+    return bits - (1 << width) if bits >> (width - 1) else bits

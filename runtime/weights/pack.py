@@ -1,82 +1,207 @@
-"""From checkpoint tensors to the arrays of a weight in the plan's layout, and their dequantised values.
+"""From a checkpoint to a packed folder: read, quantise where the model asks, write, part by part.
 
-In: a weight's description and a lookup of checkpoint tensors by name. Out: its arrays (data, scale, global), and on
-request the FP32 values they stand for. One tensor at a time; nothing wider than FP32 of one part is ever held.
+In: a ``PackRequest``. Out: the packed folder and a ``PackReport``. A part is a matrix of one expert, or one that is no
+expert's; a few of them are in memory at any time. What was finished before a kill is kept.
+
+Example::
+
+    report = pack(PackRequest(Path("Qwen3.6-35B-A3B"), Path("packed"), load_model("qwen3.6-35b-a3b")))
+    report.bytes_written, report.seconds
 """
 
 from __future__ import annotations
 
+import shutil
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
-import torch
+from lynnc.errors import OutputError
+from lynnc.model import ModelSpec
+from lynnc.modelfile import dump_model
+from lynnc.outputfolder import check_folder
+from lynnc.runtime.checkpoints.source import Source
+from lynnc.runtime.experts.expertspec import ExpertSpec
+from lynnc.runtime.weights.arrays import convert, part_arrays
+from lynnc.runtime.weights.assign import (
+    AssignedPart,
+    AssignedWeight,
+    Assignment,
+    assign,
+    largest_first,
+    read_part,
+)
+from lynnc.runtime.weights.digests import matrix_digest, weight_digest
+from lynnc.runtime.weights.draft import Draft, draft
+from lynnc.runtime.weights.matrix import Matrix, PlainMatrix
+from lynnc.runtime.weights.packedindex import DIVISOR, INDEX_FILE, MODEL_FILE, PackedIndex, array_name
+from lynnc.runtime.weights.packedwriter import Finished, PackedWriter
+from lynnc.runtime.weights.parallel import spread, worker_count
+from lynnc.runtime.weights.resolve import resolve
+from lynnc.runtime.weights.unfinished import partial_folder
 
-from lynnc.errors import LynncError
-from lynnc.ir import Format, Weight
-from lynnc.runtime.weights.nvfp4 import dequantise, pack_codes, quantise, unpack_codes
+SHARD_BYTES = 4_000_000_000
+FEW_BYTES = 1 << 28
+"""What one process packs before others would have started."""
 
-Lookup = Callable[[str], torch.Tensor]
-"""A checkpoint tensor by name, of any float type."""
-
-_PLAIN = {Format.BF16: torch.bfloat16, Format.F32: torch.float32}
-
-
-class WeightError(LynncError):
-    """A checkpoint tensor that is missing, of another shape, or holds values that cannot be stored."""
+Progress = Callable[[int, int, str], None]
+"""Called with the bytes read so far, the bytes in all, and the weight that is next."""
 
 
 @dataclass(frozen=True, slots=True)
-class PackedWeight:
-    """Arrays of one weight by name (data, scale, global), as the plan describes them."""
+class PackRequest:
+    """What to pack. Without a model, it is read from the checkpoint's configuration and the formats found there.
 
-    weight: Weight
-    arrays: Mapping[str, torch.Tensor]
+    ``experts`` prunes; ``keep_first`` lets a spec of bare counts keep the lowest numbers. ``search`` picks each block
+    scale by squared error. ``device`` is where quantising runs; the bits do not depend on it.
+    """
 
-
-def pack_weight(weight: Weight, lookup: Lookup) -> PackedWeight:
-    """Quantises or copies a weight's parts, expert by expert, and joins them."""
-    experts = [_pack_expert(weight, lookup, expert) for expert in range(weight.experts)]
-    if len(weight.shape) < 3:
-        return PackedWeight(weight, experts[0])
-    return PackedWeight(weight, {name: torch.stack([arrays[name] for arrays in experts]) for name in experts[0]})
-
-
-def _pack_expert(weight: Weight, lookup: Lookup, expert: int) -> dict[str, torch.Tensor]:
-    parts = []
-    for part in weight.parts:
-        values = lookup(part.source.format(expert=expert)).float()
-        columns = weight.columns if len(weight.shape) > 1 else 1
-        if values.numel() != part.rows * columns:
-            wanted = f"{part.rows} x {columns}"
-            raise WeightError(f"{part.source} has shape {list(values.shape)} where {weight.name} needs {wanted}.")
-        if not values.isfinite().all():
-            raise WeightError(
-                f"{part.source.format(expert=expert)} holds a value that is not finite: repair the checkpoint."
-            )
-        parts.append(_pack_part(weight, values.reshape(part.rows, columns), part.rows))
-    arrays = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    return {name: array.flatten() if len(weight.shape) == 1 else array for name, array in arrays.items()}
+    checkpoint: Path
+    output: Path
+    model: ModelSpec | None = None
+    experts: ExpertSpec | None = None
+    keep_first: bool = False
+    search: bool = False
+    device: str = "cpu"
+    shard_bytes: int = SHARD_BYTES
+    force: bool = False
 
 
-def _pack_part(weight: Weight, values: torch.Tensor, rows: int) -> dict[str, torch.Tensor]:
-    if weight.format in _PLAIN:
-        return {"data": values.to(_PLAIN[weight.format])}
-    copies = rows // weight.part_rows
-    if weight.format is Format.FP8:
-        largest = values.abs().max()
-        scale = torch.where(largest > 0, largest / 448.0, torch.ones_like(largest))
-        return {"data": (values / scale).to(torch.float8_e4m3fn).view(torch.uint8), "global": scale.repeat(copies)}
-    kind = "e4m3" if weight.format is Format.NVFP4 else "fp16"
-    codes, scales, global_scale = quantise(values, kind)
-    return {"data": pack_codes(codes), "scale": scales, "global": global_scale.repeat(copies)}
+@dataclass(frozen=True, slots=True)
+class PackReport:
+    """What was done: bytes that this run read, bytes of all shards, seconds of this run, weights that an earlier run
+    had finished, what is worth saying, tensors of pruned experts, and the share of the squared error that the search
+    for scales saved over everything quantised."""
+
+    index: PackedIndex
+    spec: ModelSpec
+    bytes_read: int
+    bytes_written: int
+    seconds: float
+    kept_weights: int
+    notes: tuple[str, ...]
+    pruned_tensors: int
+    search_gain: float | None
 
 
-def unpack_weight(packed: PackedWeight) -> torch.Tensor:
-    """The FP32 values that a weight's arrays stand for, in the weight's shape."""
-    weight, arrays = packed.weight, packed.arrays
-    if weight.format in _PLAIN:
-        return arrays["data"].float().reshape(weight.shape)
-    row_scale = arrays["global"].repeat_interleave(weight.part_rows, dim=-1)[..., None]
-    if weight.format is Format.FP8:
-        return (arrays["data"].view(torch.float8_e4m3fn).float() * row_scale).reshape(weight.shape)
-    return dequantise(unpack_codes(arrays["data"]), arrays["scale"], row_scale).reshape(weight.shape)
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What became of a part: bytes written of each array by name, and the digest of what was read for it."""
+
+    sizes: Mapping[str, int]
+    digest: bytes
+
+
+def pack(request: PackRequest, on_progress: Progress | None = None) -> PackReport:
+    """Packs the checkpoint. WeightError, ModelError or OutputError say what is wrong before anything is written, but
+    for values that are no numbers, which show when they are read."""
+    check_folder(request.output, INDEX_FILE, "packed", request.force)
+    started = time.perf_counter()
+    with closing(resolve(request.checkpoint, request.model, request.experts, request.keep_first)) as resolved:
+        assignment = assign(resolved.source, resolved.spec, resolved.kept)
+        plan = draft(resolved, assignment, request.shard_bytes, request.search)
+        _check_room(request.output, plan)
+        with PackedWriter.open(request.output, plan.layouts, plan.index, plan.identity) as writer:
+            kept = set(writer.finished)
+            _write_weights(request, resolved.source, assignment, writer, on_progress)
+            index = plan.completed(writer.finished)
+            files = {name: request.checkpoint / name for name in index.files if name != MODEL_FILE}
+            writer.publish(index, files, {MODEL_FILE: dump_model(resolved.spec)}, request.force)
+    return PackReport(
+        index=index,
+        spec=resolved.spec,
+        bytes_read=sum(item.source_bytes for item in assignment.weights if item.weight.name not in kept),
+        bytes_written=sum(shard.bytes for shard in index.shards),
+        seconds=time.perf_counter() - started,
+        kept_weights=len(kept),
+        notes=resolved.notes,
+        pruned_tensors=len(assignment.pruned),
+        search_gain=_search_gain(writer.finished) if request.search else None,
+    )
+
+
+def _write_weights(
+    request: PackRequest,
+    source: Source,
+    assignment: Assignment,
+    writer: PackedWriter,
+    on_progress: Progress | None,
+) -> None:
+    """Converts and writes the parts of all weights that are not there yet."""
+    missing = largest_first(item for item in assignment.weights if item.weight.name not in writer.finished)
+    parts = [part for item in missing for part in item.each_part()]
+    left = {item.weight.name: item for item in missing}
+    written: dict[str, dict[int, _Written]] = {name: {} for name in left}
+    to_read = sum(item.source_bytes for item in missing)
+    done = assignment.source_bytes - to_read
+    workers = worker_count() if request.device == "cpu" and to_read > FEW_BYTES else 1
+    with closing(spread(_PartWriter(request, source, writer), parts, workers)) as results:
+        for index, result in results:
+            part = parts[index]
+            name = part.weight.name
+            written[name][index] = result
+            done += part.located.bytes
+            if on_progress:
+                on_progress(done, assignment.source_bytes, name)
+            if len(written[name]) == len(left[name].parts) * len(part.weight.parts):
+                _finish(writer, left[name], written.pop(name))
+
+
+def _finish(writer: PackedWriter, item: AssignedWeight, written: Mapping[int, _Written]) -> None:
+    """Notes a weight whose parts are all there, by their places in its order."""
+    totals: Counter[str] = Counter()
+    for result in written.values():
+        totals.update(result.sizes)
+    digest = weight_digest(written[index].digest for index in sorted(written))
+    writer.finish(Finished(item.weight.name, {}, digest), totals)
+
+
+class _PartWriter:
+    """Reads a part, converts it and writes it into the shards; runs in worker processes."""
+
+    def __init__(self, request: PackRequest, source: Source, writer: PackedWriter) -> None:
+        self._request, self._source, self._writer = request, source, writer
+        self._weight = ""
+
+    def __call__(self, part: AssignedPart) -> _Written:
+        weight = part.weight
+        if weight.name != self._weight:
+            self._source.close()  # gives back the memory of what was read for the weight before
+            self._weight = weight.name
+        matrix = read_part(self._source, part)
+        name = part.located.tensors[0]
+        packed = convert(_to(matrix, self._request.device), weight.format, name, self._request.search)
+        written = {}
+        for array, values in part_arrays(weight, packed).items():
+            if array != DIVISOR or part.has_divisor:
+                file = self._writer.array(array_name(weight.name, array))
+                written[array_name(weight.name, array)] = file.write(part.start(array, values), values)
+        return _Written(written, matrix_digest(matrix))
+
+
+def _to(matrix: Matrix, device: str) -> Matrix:
+    """Values to be quantised go to the device; what is only copied stays on the CPU."""
+    if device == "cpu" or not isinstance(matrix, PlainMatrix):
+        return matrix
+    return PlainMatrix(matrix.values.to(device))
+
+
+def _check_room(output: Path, plan: Draft) -> None:
+    partial = partial_folder(output)
+    held = sum(path.stat().st_blocks * 512 for path in partial.iterdir()) if partial.is_dir() else 0
+    need = sum(shard.bytes for shard in plan.index.shards) - held
+    parent = next(above for above in output.absolute().parents if above.exists())
+    free = shutil.disk_usage(parent).free
+    if need > free:
+        raise OutputError(
+            f"{output} needs {need / 1e9:.1f} GB and {parent} has {free / 1e9:.1f} GB free: choose another --output or "
+            "make room."
+        )
+
+
+def _search_gain(finished: Mapping[str, Finished]) -> float | None:
+    plain = sum(entry.plain_error for entry in finished.values())
+    return 1.0 - sum(entry.error for entry in finished.values()) / plain if plain else 0.0

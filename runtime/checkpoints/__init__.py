@@ -1,0 +1,1 @@
+"""Checkpoints as others write them: recognised, accounted for, read."""

@@ -1,0 +1,104 @@
+"""Where the values of one part of a weight lie in a checkpoint, and reading them.
+
+In: a name of the model's graph, found by ``Source.locate``. Out: ``Located``, known before any data is read, and from
+it a ``Matrix`` as stored: codes put into the plan's order, nothing rounded. Scales that no kernel may meet (NaN,
+infinite, negative) are refused with their place.
+
+Example::
+
+    read_matrix(reader, stored, located)            # Fp4Matrix(words, scales, global_scale, divides=True)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lynnc.errors import WeightError
+from lynnc.ir import GROUP, Format
+from lynnc.runtime.checkpoints.stored import Stored
+from lynnc.runtime.checkpoints.tensorreader import Index, TensorReader
+from lynnc.runtime.weights.matrix import Fp4Matrix, Fp8Matrix, Matrix, PlainMatrix
+from lynnc.runtime.weights.nvfp4 import words_from_bytes
+
+_MAGNITUDE = 0x7F
+"""All bits of an E4M3 number but its sign; NaN where they are all set."""
+_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A matrix ``[rows, columns]`` in the checkpoint; a vector has one column.
+
+    ``tensors`` are all that hold it, data first; ``index`` selects the matrix where its data is part of a larger
+    tensor. ``key`` is the checkpoint's name of the values, ``dtype`` the type of the data. ``format`` is BF16 for
+    every plain type. ``divides`` says that the global scale is a divisor.
+    """
+
+    name: str
+    key: str
+    tensors: tuple[str, ...]
+    format: Format
+    dtype: str
+    rows: int
+    columns: int
+    index: Index = ()
+    divides: bool = False
+
+    @property
+    def stored(self) -> str:
+        """How it is stored, in a word: a plain type, or a format."""
+        return self.dtype if self.format is Format.BF16 else str(self.format)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that reading it takes."""
+        elements = self.rows * self.columns
+        if self.format is Format.BF16:
+            return elements * _BYTES[self.dtype]
+        if self.format is Format.FP8:
+            return elements + 4
+        return elements // 2 + elements // GROUP * (1 if self.format is Format.NVFP4 else 2) + 4
+
+
+def read_matrix(reader: TensorReader, stored: Stored, located: Located) -> Matrix:
+    """The matrix; WeightError for a scale, or an FP8 value, that is NaN, infinite, or not positive where it must be."""
+    data = reader.read(stored.data, located.index)
+    if not stored.is_quantised:
+        return PlainMatrix(data.reshape(located.rows, located.columns))
+    assert stored.global_scale is not None
+    global_scale = reader.read(stored.global_scale).reshape(())
+    _check_global(stored.global_scale, global_scale, stored.divides)
+    if stored.format is Format.FP8:
+        data = data.view(torch.uint8)
+        _refuse(stored.data, (data & _MAGNITUDE) == _MAGNITUDE, "NaN")
+        return Fp8Matrix(data, global_scale)
+    assert stored.scale is not None
+    scales = reader.read(stored.scale, located.index)
+    return Fp4Matrix(words_from_bytes(data), _checked_scales(stored.scale, scales), global_scale, stored.divides)
+
+
+def _check_global(name: str, scale: torch.Tensor, divides: bool) -> None:
+    """Finite and above zero, and so must be the multiplier that kernels get."""
+    if not (scale.isfinite() and scale > 0):
+        raise WeightError(f"{name} is {float(scale)}, and a scale is a number above zero: repair the checkpoint.")
+    if divides and not scale.reciprocal().isfinite():
+        raise WeightError(f"{name} is {float(scale)}, too small a divisor for FP32: repair the checkpoint.")
+
+
+def _checked_scales(name: str, scales: torch.Tensor) -> torch.Tensor:
+    """Block scales, E4M3 as bytes."""
+    if scales.dtype is torch.float8_e4m3fn:
+        bits = scales.view(torch.uint8)
+        _refuse(name, (bits & _MAGNITUDE) == _MAGNITUDE, "NaN")
+        return bits
+    _refuse(name, ~scales.isfinite(), "not finite")
+    _refuse(name, scales < 0, "negative")
+    return scales
+
+
+def _refuse(name: str, is_wrong: torch.Tensor, what: str) -> None:
+    if is_wrong.any():
+        row, column = (int(place) for place in is_wrong.nonzero()[0])
+        raise WeightError(f"{name} is {what} at row {row}, column {column}: repair the checkpoint.")

@@ -1,0 +1,1 @@
+"""Which experts a pruned model keeps: routing statistics, the choice, the file that names them."""

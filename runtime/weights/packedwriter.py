@@ -1,0 +1,253 @@
+"""Writes the shards of a packed folder in pieces, so that a killed run goes on where it stopped.
+
+In: the layout of the shards, and each weight's arrays, some rows at a time, from any process and in any order. Out: the
+folder, under its name only when whole. Until then ``.NAME.partial`` beside it holds the shards at their full length and
+a journal with a line for each finished weight. A later run of the same request keeps what the journal lists and the
+digests confirm. The safetensors library writes a shard from memory at once, which would hold gigabytes and lose them
+when killed; it reads what is written here.
+
+Example::
+
+    with PackedWriter.open(Path("packed"), layouts, request="...") as writer:
+        if "embed" not in writer.finished:
+            written = writer.array("embed.data").write(0, table)
+            writer.finish(Finished("embed", {}, source="..."), {"embed.data": written})
+        writer.publish(index, side_files)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import torch
+import xxhash
+
+from lynnc.errors import OutputError
+from lynnc.jsonform import decode, encode
+from lynnc.outputfolder import folder_exists, swap_folder
+from lynnc.runtime.weights.digests import stored_bytes
+from lynnc.runtime.weights.packedindex import (
+    INDEX_FILE,
+    PackedIndex,
+    ShardLayout,
+    index_text,
+    shard_header,
+    shard_metadata,
+)
+from lynnc.runtime.weights.unfinished import JOURNAL, REQUEST, partial_folder
+
+LOCK = "lock"
+LOCK_SECONDS = 3.0
+READ_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A weight that is written: digests of its arrays, and of what was read for it; squared error over squared norm of
+    what was quantised, without and with the search for scales."""
+
+    weight: str
+    digests: Mapping[str, str]
+    source: str
+    squares: float = 0.0
+    plain_error: float = 0.0
+    error: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayFile:
+    """Where an array lies on disk: file, first byte, and bytes."""
+
+    path: Path
+    start: int
+    bytes: int
+
+    def write(self, offset: int, values: torch.Tensor) -> int:
+        """Writes elements from a byte of the array on, from any process; gives the bytes written. OutputError if the
+        system refuses."""
+        data = stored_bytes(values)
+        if not 0 <= offset <= self.bytes - len(data):
+            raise ValueError(f"{len(data)} bytes at {offset} are not within an array of {self.bytes} in {self.path}")
+        try:
+            descriptor = os.open(self.path, os.O_WRONLY)
+            try:
+                _write_all(descriptor, data, self.start + offset)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise write_error(self.path.parent, error) from error
+        return len(data)
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count
+
+
+def write_error(folder: Path, error: OSError) -> OutputError:
+    """What a user is told where a packed folder cannot be written; ``folder`` may be the partial one."""
+    why = error.strerror or str(error)
+    return OutputError(
+        f"{folder} cannot be written ({why}): mend that and run the same command again, it goes on where it stopped."
+    )
+
+
+class PackedWriter:
+    """The partial folder of one run; made by ``open``. Errors of the system become ``OutputError``."""
+
+    def __init__(self, folder: Path, partial: Path, layouts: tuple[ShardLayout, ...], header_bytes: tuple[int, ...]):
+        self._folder, self._partial, self._layouts, self._header_bytes = folder, partial, layouts, header_bytes
+        self._files: list[BinaryIO] = []
+        self._arrays: dict[str, ArrayFile] = {}
+        self._lock: BinaryIO | None = None
+        self.finished: dict[str, Finished] = {}
+
+    @classmethod
+    def open(cls, folder: Path, layouts: tuple[ShardLayout, ...], draft: PackedIndex, request: str) -> PackedWriter:
+        """Goes on with what a killed run of an equal ``request`` left, or begins anew.
+
+        ``draft`` is the index but for digests of equal length, so that headers keep their length to the end.
+        """
+        partial = partial_folder(folder)
+        headers = tuple(len(shard_header(layout, shard_metadata(draft, layout))) for layout in layouts)
+        writer = cls(folder, partial, layouts, headers)
+        try:
+            writer._begin(request)
+        except OSError as error:
+            writer.close()
+            raise write_error(partial, error) from error
+        return writer
+
+    def _begin(self, request: str) -> None:
+        self._partial.mkdir(parents=True, exist_ok=True)
+        self._take_lock()
+        note = self._partial / REQUEST
+        if not note.is_file() or note.read_text("utf-8") != request:
+            for path in self._partial.iterdir():
+                if path.name != LOCK:
+                    path.unlink()
+            note.write_text(request, "utf-8")
+        for layout, header in zip(self._layouts, self._header_bytes, strict=True):
+            path = self._partial / layout.name
+            path.touch()
+            file = path.open("r+b")
+            self._files.append(file)
+            file.truncate(header + layout.bytes)
+        self._arrays = {
+            place.name: ArrayFile(self._partial / layout.name, header + place.offset, place.bytes)
+            for layout, header in zip(self._layouts, self._header_bytes, strict=True)
+            for place in layout.arrays
+        }
+        self._keep_finished()
+
+    def _take_lock(self) -> None:
+        """Waits a little: processes of a run that was killed hold the lock until they notice."""
+        self._lock = (self._partial / LOCK).open("wb")
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.05)
+        raise OutputError(f"{self._folder} is being written by another process: wait for it.")
+
+    def _keep_finished(self) -> None:
+        """Weights whose line in the journal is whole and whose bytes still have the digests it names."""
+        journal = self._partial / JOURNAL
+        lines = journal.read_text("utf-8").split("\n")[:-1] if journal.is_file() else []
+        for line in lines:
+            try:
+                entry: Finished = decode(Finished, json.loads(line))
+            except (KeyError, TypeError, ValueError):
+                continue
+            if all(name in self._arrays and self._digest(name) == value for name, value in entry.digests.items()):
+                self.finished[entry.weight] = entry
+        journal.write_text("".join(f"{encode(entry)}\n" for entry in self.finished.values()), "utf-8")
+
+    def _digest(self, name: str) -> str:
+        array, digest = self._arrays[name], xxhash.xxh3_128()
+        with array.path.open("rb") as file:
+            file.seek(array.start)
+            left = array.bytes
+            while left:
+                data = file.read(min(READ_BYTES, left))
+                if not data:
+                    raise OSError(f"{array.path} is shorter than it was")
+                digest.update(data)
+                left -= len(data)
+        return digest.hexdigest()
+
+    def array(self, name: str) -> ArrayFile:
+        """Where to write an array."""
+        return self._arrays[name]
+
+    def finish(self, entry: Finished, written: Mapping[str, int]) -> Finished:
+        """Notes that a weight is there, with ``written`` bytes of each of its arrays; gives ``entry`` with digests."""
+        short = [name for name, count in written.items() if count != self._arrays[name].bytes]
+        if short or not written:
+            raise ValueError(f"{', '.join(short) or entry.weight} was not filled")
+        try:
+            done = replace(entry, digests={name: self._digest(name) for name in written})
+            with (self._partial / JOURNAL).open("a", encoding="utf-8") as journal:
+                journal.write(f"{encode(done)}\n")
+        except OSError as error:
+            raise write_error(self._partial, error) from error
+        self.finished[entry.weight] = done
+        return done
+
+    def publish(
+        self, index: PackedIndex, side_files: Mapping[str, Path], texts: Mapping[str, str], force: bool
+    ) -> None:
+        """Writes headers, index and side files, and renames the folder; with ``force`` over a former one."""
+        try:
+            for layout, room, file in zip(self._layouts, self._header_bytes, self._files, strict=True):
+                header = shard_header(layout, shard_metadata(index, layout))
+                assert len(header) == room, "the draft of the index has digests of another length"
+                os.pwrite(file.fileno(), header, 0)
+                os.fsync(file.fileno())
+            for name, path in side_files.items():
+                shutil.copyfile(path, self._partial / name)
+            for name, text in {**texts, INDEX_FILE: index_text(index)}.items():
+                (self._partial / name).write_text(text, "utf-8")
+            self._rename(force)
+        except OSError as error:
+            raise write_error(self._partial, error) from error
+
+    def _rename(self, force: bool) -> None:
+        if self._folder.exists() and not force:
+            raise folder_exists(self._folder)
+        for name in (JOURNAL, REQUEST, LOCK):
+            (self._partial / name).unlink(missing_ok=True)
+        if not force:
+            self._partial.rename(self._folder)
+            return
+        old = self._partial.with_name(f".{self._folder.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        swap_folder(self._partial, self._folder, old)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def close(self) -> None:
+        """Closes the files; what is not published stays for the next run."""
+        for file in (*self._files, *([self._lock] if self._lock else [])):
+            file.close()
+
+    def __enter__(self) -> PackedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

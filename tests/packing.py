@@ -1,0 +1,33 @@
+"""What the tests of packing share: a checkpoint, and packing it, in one folder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from checkpoints import Flavour, Written, write_checkpoint
+from reference import Case
+
+from lynnc.ir import Format
+from lynnc.model import ModelSpec
+from lynnc.modelfile import load_model
+from lynnc.runtime.weights.pack import PackRequest, pack
+
+PLAIN = Flavour("plain")
+DIVIDED = Flavour("compressed-tensors")
+MULTIPLIED = Flavour("modelopt", label="modelopt")
+
+
+def written(folder: Path, model: str = "tiny-moe", flavour: Flavour = PLAIN) -> Written:
+    return write_checkpoint(folder / "checkpoint", Case(model), flavour)
+
+
+def packed_to(folder: Path, **options: Any) -> Path:
+    pack(PackRequest(folder / "checkpoint", folder / "packed", **options))
+    return folder / "packed"
+
+
+def with_formats(model: str, **formats: Format) -> ModelSpec:
+    spec = load_model(model)
+    return replace(spec, precision=replace(spec.precision, formats={**spec.precision.formats, **formats}))

@@ -1,0 +1,36 @@
+"""Single output files: whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lynnc.errors import OutputError
+from lynnc.outputfile import check_file, write_file
+
+
+def test_a_file_is_written_whole_and_nothing_else(tmp_path: Path) -> None:
+    write_file(tmp_path / "a.json", "{}\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+    assert (tmp_path / "a.json").stat().st_mode & 0o777 == 0o644
+    with pytest.raises(OutputError, match=r"a.json exists already: choose another --to or pass --force"):
+        write_file(tmp_path / "a.json", "new", option="--to")
+    write_file(tmp_path / "a.json", "new", force=True)
+    assert (tmp_path / "a.json").read_text() == "new"
+
+
+def test_a_link_to_nothing_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "a.json").symlink_to(tmp_path / "gone")
+    with pytest.raises(OutputError, match="exists already"):
+        check_file(tmp_path / "a.json")
+
+
+def test_a_file_that_cannot_be_renamed_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(OutputError, match=r"a.json cannot be written \(No space left on device\)"):
+        write_file(tmp_path / "a.json", "{}")
+    assert list(tmp_path.iterdir()) == []
