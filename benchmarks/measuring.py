@@ -29,11 +29,13 @@ SAMPLE_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """One run. ``largest_kib`` is the peak of its largest process, ``tree_kib`` the sampled peak of all of them."""
+    """One run. ``largest_kib`` is the peak of its largest process, ``tree_kib`` the sampled peak of all of them;
+    ``output`` is what it printed."""
 
     seconds: float
     largest_kib: int
     tree_kib: int
+    output: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +70,21 @@ class Bench:
         }
 
     def run(self, *arguments: str) -> Usage:
-        """One run of the command line; its output is discarded unless it fails."""
+        """One run of the command line; what it complains of is discarded unless it fails."""
         started = time.perf_counter()
-        with tempfile.TemporaryFile() as said:
+        with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as complained:
             command = [sys.executable, "-m", "lynnc.cli", *arguments]
-            process = subprocess.Popen(command, stdout=said, stderr=said, cwd=self.folder, env=self.environment)
+            process = subprocess.Popen(command, stdout=said, stderr=complained, cwd=self.folder, env=self.environment)
             sampler = TreeMemory(process.pid)
             _, status, usage = os.wait4(process.pid, 0)
             seconds = time.perf_counter() - started
             process.returncode = os.waitstatus_to_exitcode(status)
             tree = sampler.stop()
+            for file in (said, complained):
+                file.seek(0)
             if process.returncode != 0:
-                said.seek(0)
-                raise click.ClickException(f"{' '.join(command)}: {said.read().decode(errors='replace').strip()}")
-        return Usage(seconds, usage.ru_maxrss, tree)
+                raise click.ClickException(f"{' '.join(command)}: {complained.read().decode(errors='replace').strip()}")
+            return Usage(seconds, usage.ru_maxrss, tree, said.read().decode(errors="replace"))
 
     def record(self, metric: str, values: Sequence[float], unit: str, command: str) -> Record:
         """The median of some runs."""

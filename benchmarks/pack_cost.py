@@ -71,7 +71,7 @@ def _write(folder: Path, shard: dict[str, torch.Tensor], weight_map: dict[str, s
 
 
 def _tensors(spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cuda" if torch.cuda.device_count() else "cpu").manual_seed(0)
     for weight in build_graph(spec, 1).weights.values():
         if len(weight.shape) == 3:
             yield _fused_experts(weight, generator)
@@ -89,32 +89,42 @@ def _fused_experts(weight: Weight, generator: torch.Generator) -> tuple[str, tor
 
 
 def _random(shape: tuple[int, ...], columns: int, generator: torch.Generator) -> torch.Tensor:
-    values = torch.empty(shape, dtype=torch.bfloat16)
-    return values.normal_(0.0, columns**-0.5, generator=generator)
+    values = torch.empty(shape, dtype=torch.bfloat16, device=generator.device)
+    return values.normal_(0.0, columns**-0.5, generator=generator).cpu()
 
 
-def measure(bench: Bench, made: Made) -> list[Record]:
-    """Every metric."""
+def measure(bench: Bench, made: Made, device: str, is_quick: bool) -> list[Record]:
+    """Every metric, or those of packing alone. The inner rate is that of a run's own report."""
     output = bench.folder / "packed"
+    reported: list[float] = []
 
     def pack(*options: str) -> Usage:
         shutil.rmtree(output, ignore_errors=True)
-        return bench.run("pack", str(made.folder), "--model", str(made.model), "-o", str(output), *options)
+        arguments = ("pack", str(made.folder), "--model", str(made.model), "-o", str(output), "--device", device)
+        usage = bench.run(*arguments, "--json", *options)
+        reported.append(made.bytes / json.loads(usage.output)["seconds"] / 1e9)
+        return usage
 
-    command = "python -m lynnc.cli pack CHECKPOINT --model MODEL -o packed"
+    command = f"python -m lynnc.cli pack CHECKPOINT --model MODEL -o packed --device {device}"
     plain = [pack() for _ in range(RUNS)]
+    inner = reported[:]
     packed = sum(path.stat().st_size for path in output.glob("*.safetensors"))
-    search = pack("--scale-search")
-    pack()
-    check = bench.run("pack", str(made.folder), "-o", str(output), "--verify-only")
     rates = [made.bytes / run.seconds / 1e9 for run in plain]
-    over = [run.largest_kib / 2**20 - made.largest / 2**30 for run in plain]
-    return [
+    over = [run.tree_kib / 2**20 - made.largest / 2**30 for run in plain]
+    records = [
         bench.record("checkpoint", [made.bytes / 1e9], "GB", command),
         bench.record("largest tensor", [made.largest / 2**30], "GiB", command),
         bench.record("packed", [packed / 1e9], "GB", command),
         bench.record("whole run, checkpoint bytes per second", rates, "GB/s", command),
-        bench.record("peak memory above the largest tensor", over, "GiB", command),
+        bench.record("without the start of Python and torch", inner, "GB/s", command),
+        bench.record("peak memory of all processes above the largest tensor", over, "GiB", command),
+    ]
+    if is_quick:
+        return records
+    check = bench.run("pack", str(made.folder), "-o", str(output), "--verify-only")
+    search = pack("--scale-search")
+    return [
+        *records,
         bench.record("with --scale-search", [made.bytes / search.seconds / 1e9], "GB/s", f"{command} --scale-search"),
         bench.record("verifying", [made.bytes / check.seconds / 1e9], "GB/s", f"{command} --verify-only"),
     ]
@@ -123,16 +133,29 @@ def measure(bench: Bench, made: Made) -> list[Record]:
 @click.command()
 @click.option("--model", default="qwen3.6-35b-a3b", show_default=True, help="A shipped model, or a model file.")
 @click.option("--layers", type=click.IntRange(min=1), default=4, show_default=True, help="Layers to make, the first.")
+@click.option(
+    "--device", "devices", default=("cpu",), multiple=True, help="Where to quantise: cpu or cuda; repeatable."
+)
+@click.option("--quick", "is_quick", is_flag=True, help="Neither the search for scales nor verifying.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Where the files go; the system's folder if not given.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="File for the JSON list of records.")
-def main(model: str, layers: int, folder: Path | None, output: Path | None) -> None:
+def main(
+    model: str, layers: int, devices: tuple[str, ...], is_quick: bool, folder: Path | None, output: Path | None
+) -> None:
     """Measure what packing costs on this machine; keep it otherwise idle."""
     spec = first_layers(load_model(model), layers)
+    records: list[Record] = []
     with tempfile.TemporaryDirectory(prefix="lynnc-bench-", dir=folder) as scratch:
         made = make_checkpoint(Path(scratch) / "checkpoint", spec)
-        params = {"model": model, "layers": str(layers), "weights": "random, BF16"}
-        records = measure(Bench(Path(scratch), params, PACKAGES), made)
+        for device in devices:
+            params = {"model": model, "layers": str(layers), "weights": "random, BF16", "device": named(device)}
+            records += measure(Bench(Path(scratch), params, PACKAGES), made, device, is_quick)
     report(records, output)
+
+
+def named(device: str) -> str:
+    """The device, with the name of a GPU."""
+    return device if device == "cpu" else f"{device}, {torch.cuda.get_device_name(device)}"
 
 
 def first_layers(spec: ModelSpec, count: int) -> ModelSpec:

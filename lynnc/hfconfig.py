@@ -124,7 +124,8 @@ def import_config(
 
 
 def read_json(path: Path) -> Mapping[str, object]:
-    """The object in a JSON file; raises ``ModelError`` for no file, no JSON, no object, or a key given twice."""
+    """The object in a JSON file; raises ``ModelError`` for no file, no JSON, no object, a key given twice, and for
+    nesting and numbers beyond what Python reads."""
     place = Place(str(path))
 
     def pairs(entries: list[tuple[str, object]]) -> dict[str, object]:
@@ -139,6 +140,11 @@ def read_json(path: Path) -> Mapping[str, object]:
         return _mapping(json.loads(read_text(path), object_pairs_hook=pairs), place)
     except json.JSONDecodeError as error:
         raise ModelError(f"{path}: line {error.lineno} is not JSON ({error.msg}); correct the file there") from None
+    except RecursionError:
+        raise ModelError(f"{path}: the content is nested too deeply; write the file again") from None
+    except ValueError:
+        # Nothing else is left that Python's reader refuses.
+        raise ModelError(f"{path}: the content holds a number of too many digits; write the file again") from None
 
 
 def read_expert_spec(path: Path) -> Mapping[str, int]:

@@ -85,6 +85,11 @@ def load_model(name_or_path: str | Path) -> ModelSpec:
     return parse_model(read_text(path), wanted)
 
 
+def model_name_from(text: str) -> str:
+    """A model name that is like a text, such as a folder's name: ``my model (2)`` gives ``my-model-2``."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-").rstrip("-") or "model"
+
+
 def read_text(path: Path) -> str:
     """The UTF-8 text of a file; raises ``ModelError`` where there is none."""
     try:

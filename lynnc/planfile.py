@@ -18,7 +18,7 @@ from typing import Any
 from lynnc.artifact import digest
 from lynnc.errors import OutputError, PlanError
 from lynnc.jsonform import decode, encode, shallow
-from lynnc.outputfolder import check_folder, folder_exists, swap_folder
+from lynnc.outputfolder import check_folder, folder_exists, settled, swap_folder
 from lynnc.plan import SCHEMA, Plan
 
 PLAN_FILE = "plan.json"
@@ -32,6 +32,7 @@ def save_plan(plan: Plan, contents: Mapping[str, bytes], folder: Path, force: bo
     OutputError if it exists and ``force`` is off, or if it cannot be written. A folder of the same name is replaced
     only after the new one is complete.
     """
+    folder = settled(folder)
     check_output(folder, force)
     text = plan_text(sealed(plan)).encode()
     try:
@@ -40,7 +41,7 @@ def save_plan(plan: Plan, contents: Mapping[str, bytes], folder: Path, force: bo
             fresh = Path(scratch) / "new"
             _write_files(fresh, {**contents, PLAN_FILE: text})
             if force:
-                swap_folder(fresh, folder, Path(scratch) / "old")
+                swap_folder(fresh, folder)
             else:
                 _place(fresh, folder, text)
     except OSError as error:
@@ -50,7 +51,7 @@ def save_plan(plan: Plan, contents: Mapping[str, bytes], folder: Path, force: bo
 
 def check_output(folder: Path, force: bool = False) -> None:
     """OutputError if ``save_plan`` would refuse the folder: worth asking before a compilation of minutes."""
-    check_folder(folder, PLAN_FILE, "plan", force)
+    check_folder(settled(folder), PLAN_FILE, "plan", force)
 
 
 def sealed(plan: Plan) -> Plan:

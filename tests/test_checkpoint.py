@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -20,7 +21,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from lynnc.errors import LynncError, WeightError
-from lynnc.runtime.checkpoints.checkpoint import open_checkpoint
+from lynnc.hfconfig import EXPERT_SPEC
+from lynnc.runtime.checkpoints.checkpoint import MODELOPT_FILE, open_checkpoint
 from lynnc.runtime.checkpoints.tensorreader import TensorReader
 
 NAMES = {
@@ -107,10 +109,17 @@ def test_metadata_needs_neither_torch_nor_safetensors(tmp_path: Path) -> None:
     assert done.stdout.strip() == "Hugging Face, BF16 and F32 set()"
 
 
-def test_the_index_wins_over_a_second_copy(tmp_path: Path) -> None:
-    shards = {"a.safetensors": {"x": ones(2, 3), "y": ones(9)}, "b.safetensors": {"y": ones(4)}}
-    checkpoint = open_checkpoint(folder_of(tmp_path, shards, BOTH))
-    assert checkpoint.tensors["y"].shard == "b.safetensors" and checkpoint.tensors["y"].shape == (4,)
+@pytest.mark.parametrize(("listed", "stale"), [("b", "a"), ("a", "b"), ("b", "c"), ("a", "c")])
+def test_the_index_wins_over_a_second_copy(listed: str, stale: str, tmp_path: Path) -> None:
+    """Whether the copy that is not meant lies in an earlier or a later shard."""
+    shards: dict[str, dict[str, torch.Tensor]] = {
+        f"{name}.safetensors": {f"x{name}": ones(2, 3)} for name in sorted({listed, stale, "a"})
+    }
+    places = {f"x{file[0]}": file for file in shards} | {"y": f"{listed}.safetensors"}
+    shards[f"{stale}.safetensors"]["y"] = ones(9)
+    shards[f"{listed}.safetensors"]["y"] = ones(4)
+    checkpoint = open_checkpoint(folder_of(tmp_path, shards, places))
+    assert checkpoint.tensors["y"].shard == f"{listed}.safetensors" and checkpoint.tensors["y"].shape == (4,)
     assert not checkpoint.unlisted
     with TensorReader(checkpoint) as reader:
         assert reader.read("y").shape == (4,)
@@ -176,7 +185,31 @@ def without_index(folder: Path) -> None:
     save_file({"x": ones(1)}, folder / "b.safetensors")
 
 
+def instead(name: str, make: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Something else in place of a file."""
+
+    def change(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+
+    return change
+
+
+DEEP, LONG = b"[" * 200_000, b"9" * 5000
 BAD = (
+    Bad("deep-header", raw(DEEP), ("a.safetensors is damaged", "not JSON")),
+    Bad("long-number", raw(b'{"x": ' + LONG + b"}"), ("a.safetensors is damaged", "not JSON")),
+    Bad("huge", raw({"x": entry("U8", (10**4000,), (0, 10**4000))}), ("entry of x is not understood",)),
+    Bad("pipe", instead("a.safetensors", os.mkfifo), ("a.safetensors is no regular file",)),
+    Bad("other-pipe", lambda f: os.mkfifo(f / "c.safetensors"), ("c.safetensors is no regular file",)),
+    Bad("shard-folder", instead("a.safetensors", Path.mkdir), ("a.safetensors is no regular file",)),
+    Bad("config-pipe", instead("config.json", os.mkfifo), ("config.json is no regular file",)),
+    Bad("index-folder", instead(INDEX, Path.mkdir), (f"{INDEX} is no regular file",)),
+    Bad("opt-folder", lambda f: (f / MODELOPT_FILE).mkdir(), (f"{MODELOPT_FILE} is no regular file",)),
+    Bad("experts-folder", lambda f: (f / EXPERT_SPEC).mkdir(), (f"{EXPERT_SPEC} is no regular file",)),
+    Bad("long-name", remap(x=f"{'a' * 300}.safetensors"), ("cannot be read (File name too long)",)),
+    Bad("deep-config", lambda f: (f / "config.json").write_bytes(DEEP), ("config.json", "nested too deeply")),
+    Bad("long-config", lambda f: (f / "config.json").write_bytes(LONG), ("config.json", "too many digits")),
     Bad("missing-shard", lambda f: (f / "b.safetensors").unlink(), ("lacks the shard b.safetensors", "holds y")),
     Bad("missing-tensor", remap(z="a.safetensors"), ("a.safetensors lacks z", INDEX)),
     Bad("twice-without-index", without_index, ("holds x twice", "a.safetensors and b.safetensors", "remove")),
@@ -240,6 +273,22 @@ def test_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(WeightError, match="is a file"):
         open_checkpoint(tmp_path / "file")
+    with pytest.raises(WeightError, match="does not exist"):
+        open_checkpoint(tmp_path / "file" / "below")
+    with pytest.raises(WeightError, match=r"cannot be read \(File name too long\)"):
+        open_checkpoint(tmp_path / ("x" * 300))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize("mode", [0o000, 0o444])
+def test_a_folder_without_the_right_to_read_it(mode: int, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "c", TWO_SHARDS)
+    folder.chmod(mode)
+    try:
+        with pytest.raises(WeightError, match=r"cannot be read \(Permission denied\)"):
+            open_checkpoint(folder)
+    finally:
+        folder.chmod(0o755)
 
 
 @pytest.mark.parametrize("index", [(), (3,), (3, slice(1, 4)), (slice(2, 5),), (slice(0, 8), slice(0, 1))], ids=str)

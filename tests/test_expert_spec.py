@@ -72,6 +72,8 @@ def test_experts_for_a_dense_model() -> None:
     ("content", "problem"),
     [
         ("{", "line 1 is not JSON (Expecting property name"),
+        ("[" * 200_000, "the content is nested too deeply"),
+        ("9" * 5000, "the content holds a number of too many digits"),
         ("[1]", "the content is a list, not an object"),
         ('{"a": 1, "a": 2}', "a is given twice; keep one of them"),
         ("{}", "remaining_experts_by_layer is missing; give the number"),

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lynnc.errors import ModelError
+from lynnc.fields import Place, word
 from lynnc.hfconfig import import_config
 from lynnc.model import DenseSpec, Family, Mixer, MoeSpec
-from lynnc.modelfile import dump_model, load_model, parse_model
+from lynnc.modelfile import dump_model, load_model, model_name_from, parse_model
 
 REAL = Path(__file__).parent / "data" / "qwen3.6-35b-a3b.config.json"
 Config = dict[str, Any]
@@ -226,6 +229,29 @@ def test_nested_fields_are_named_in_full() -> None:
     config["text_config"] = []
     with pytest.raises(ModelError, match=r"config\.json: text_config is a list, not an object"):
         import_config(config, name="m")
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("Qwen3.6-35B_A3B", "Qwen3.6-35B_A3B"),
+        ("my model (2)", "my-model-2"),
+        ("a+b", "a-b"),
+        ("_x", "x"),
+        ("-._x\n", "x"),
+        ("Ünïcode", "n-code"),
+        ("模型", "model"),
+        ("", "model"),
+    ],
+)
+def test_a_name_from_any_text(text: str, name: str) -> None:
+    assert model_name_from(text) == name
+    assert import_config(flat(), name=model_name_from(text)).name == name
+
+
+@given(st.text())
+def test_every_text_gives_a_name(text: str) -> None:
+    assert word(model_name_from(text), Place("x")) == model_name_from(model_name_from(text))
 
 
 def test_contradictions_between_the_levels() -> None:

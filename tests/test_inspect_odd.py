@@ -113,6 +113,11 @@ ODD = (
         side_file(layer_1=6, layer_2=3),
         "the side file of experts says 6 in layer 1, whose router has 5 rows (2 such layers: 1-2)",
     ),
+    Odd(
+        "few experts",
+        config(num_experts_per_tok=5),
+        "layer 2: fewer experts than the 5 that each token goes to",
+    ),
     Odd("side file of more layers", side_file(layer_4=6), "names layers that the model lacks: 4"),
     Odd(
         "no side file",

@@ -48,6 +48,12 @@ def test_published_file_may_say_more_than_is_known_here(tmp_path: Path) -> None:
     assert read_expert_spec(tmp_path / "spec.json") == ExpertSpec(tuple(256 - layer for layer in range(12)))
 
 
+def test_a_file_without_schema_may_say_which_experts_there_were(tmp_path: Path) -> None:
+    values = {name: value for name, value in json.loads(expert_spec_text(SPEC)).items() if name.endswith("_by_layer")}
+    (tmp_path / "spec.json").write_text(json.dumps(values))
+    assert read_expert_spec(tmp_path / "spec.json") == replace(SPEC, source={})
+
+
 @dataclass(frozen=True)
 class BadFile:
     name: str

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import Flavour
+from checkpoints import Flavour, edit_tensors
 from packing import DIVIDED, PLAIN, packed_to, written
 
 from lynnc.errors import ModelError, WeightError
+from lynnc.model import Family
 from lynnc.modelfile import load_model
 from lynnc.runtime.experts.expertspec import ExpertSpec
 from lynnc.runtime.weights.pack import PackRequest, pack
@@ -72,6 +73,13 @@ def test_the_side_file_must_agree_with_the_routers(tmp_path: Path) -> None:
     side.write_text(json.dumps({"remaining_experts_by_layer": counts | {"2": 5}}))
     with pytest.raises(WeightError, match=r"4 rows in the router of layer 2 and its side file says 5"):
         packed_to(tmp_path, force=True)
+    side.write_text(json.dumps({"remaining_experts_by_layer": counts | {"4": 5}}))
+    with pytest.raises(WeightError, match=r"has no rows in the router of layer 4 and its side file says 5"):
+        packed_to(tmp_path, force=True)
+    del counts["1"]
+    side.write_text(json.dumps({"remaining_experts_by_layer": counts}))
+    with pytest.raises(WeightError, match=r"5 rows in the router of layer 1 and its side file says nothing"):
+        packed_to(tmp_path, force=True)
 
 
 KEPT = ((0, 2, 3, 5), (1, 2, 3, 4), (0, 1, 3), (0, 1, 2, 3, 4, 5, 6))
@@ -115,3 +123,29 @@ def test_experts_of_a_dense_model(tmp_path: Path) -> None:
     written(tmp_path, "tiny-dense")
     with pytest.raises(WeightError, match="has no routed experts: leave out --experts"):
         packed_to(tmp_path, experts=ExpertSpec((4,)))
+
+
+def test_fewer_experts_than_a_token_selects(tmp_path: Path) -> None:
+    made = written(tmp_path)
+
+    def cut(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.1.mlp.gate.weight"] = tensors["model.layers.1.mlp.gate.weight"][:1]
+        for name in [n for n in tensors if ".layers.1.mlp.experts." in n and ".experts.0." not in n]:
+            del tensors[name]
+
+    edit_tensors(made.folder, cut)
+    (made.folder / "lynn_engine_variable_expert_spec.json").unlink()
+    with pytest.raises(WeightError, match="has 1 experts to keep in layer 1 and a token selects 2"):
+        packed_to(tmp_path)
+
+
+def test_a_model_unlike_the_configuration_is_said(tmp_path: Path) -> None:
+    made = written(tmp_path)
+    spec = load_model("tiny-moe")
+    other = replace(spec, norm_eps=1e-5, attention=replace(spec.attention, rope_theta=5e5))
+    notes = pack(PackRequest(made.folder, tmp_path / "packed", other)).notes
+    assert any("differ in norm_eps" in note and note.endswith("the model counts") for note in notes)
+    assert any("differ in attention" in note for note in notes)
+    assert not pack(PackRequest(made.folder, tmp_path / "same", spec)).notes
+    with pytest.raises(WeightError, match=r"of the family qwen3_5_moe by its config\.json"):
+        pack(PackRequest(made.folder, tmp_path / "family", replace(spec, family=Family.QWEN3_5)))

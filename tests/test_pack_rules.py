@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Flavour, edit_tensors, write_checkpoint
+from checkpoints import Flavour, edit_json, edit_tensors, write_checkpoint
 from inspecting import complaint, lynnc_cli
 from packing import DIVIDED, MULTIPLIED, PLAIN, packed_to, with_formats, written
 from reference import Case
@@ -19,9 +19,11 @@ from safetensors.torch import load_file, save_file
 
 from lynnc.errors import WeightError
 from lynnc.ir import Format
-from lynnc.runtime.weights.matrix import Fp4Matrix
+from lynnc.runtime.weights.matrix import Fp4Matrix, decode
 from lynnc.runtime.weights.pack import PackRequest, pack
 from lynnc.runtime.weights.packedfile import open_packed
+from lynnc.runtime.weights.quantise import quantise_nvfp4
+from lynnc.runtime.weights.unfinished import partial_folder
 from lynnc.runtime.weights.verify import verify
 
 
@@ -57,6 +59,17 @@ def nan_scale(tensors: dict[str, torch.Tensor]) -> None:
     tensors[scale].view(torch.uint8)[2, 1] = 0x7F
 
 
+def resized(name: str, rows: int) -> Callable[[dict[str, torch.Tensor]], None]:
+    """So many rows of a tensor, repeated if it has fewer."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = torch.cat([tensors[name]] * 2)[:rows].clone()
+
+    return change
+
+
+K, FLAT = "model.layers.3.self_attn.k_proj.weight", "model.layers.0.input_layernorm.weight"
+
 BROKEN = (
     Broken("missing", r"lacks model\.layers\.2\.mlp\.gate\.weight", lambda t: t.pop("model.layers.2.mlp.gate.weight")),
     Broken(
@@ -66,13 +79,16 @@ BROKEN = (
     ),
     Broken("NaN", r"experts\.2\.up_proj\.weight holds nan at row 3, column 17: repair", not_a_number),
     Broken("infinity", r"input_layernorm\.weight holds inf at row 5, column 0: repair", infinite),
-    Broken("beyond BF16", r"model\.norm\.weight holds a value too large for bf16", too_large),
+    Broken("beyond BF16", r"model\.norm\.weight holds 3\.4\d+e\+38 at row 1, column 0, too large for bf16", too_large),
     Broken("NaN scale", r"down_proj\.weight_scale is NaN at row 2, column 1", nan_scale, DIVIDED),
     Broken(
         "an expert short",
         "lacks expert 3 in layer 3",
         lambda t: [t.pop(f"model.layers.3.mlp.experts.3.{part}_proj.weight") for part in ("gate", "up", "down")],
     ),
+    Broken("a row short", r"k_proj\.weight holds a matrix of 127 x 128 where .* needs 128 x 128", resized(K, 127)),
+    Broken("a row more", r"k_proj\.weight holds a matrix of 129 x 128 where .* needs 128 x 128", resized(K, 129)),
+    Broken("a longer vector", r"layers\.0\.input_layernorm\.weight holds a matrix of 129 x 1", resized(FLAT, 129)),
     Broken("no head", "lacks lm_head.weight and the model does not tie it", lambda t: t.pop("lm_head.weight")),
 )
 
@@ -131,6 +147,49 @@ def test_plain_classes_are_quantised_where_the_model_asks(tmp_path: Path) -> Non
     assert rows["experts", "nvfp4"].exact_tensors > 20 and not rows["experts", "nvfp4"].rounded_tensors
 
 
+def test_a_class_has_one_format(tmp_path: Path) -> None:
+    """A projection in FP8 beside others in NVFP4, declared as it is stored."""
+    flavour = Flavour("modelopt", fp8=("attention_in",), metadata="config.json")
+    made, other = written(tmp_path, flavour=flavour), written(tmp_path / "other", flavour=MULTIPLIED)
+    packed_to(tmp_path)
+    stored = load_file(other.folder / "model.safetensors")
+    edit_tensors(made.folder, lambda t: t.update({name: stored[name] for name in stored if name.startswith(K)}))
+    entry = {K.removesuffix(".weight"): {"quant_algo": "W4A16_NVFP4", "group_size": 16}}
+    edit_json(made.folder / "config.json", lambda c: c["quantization_config"]["quantized_layers"].update(entry))
+    with pytest.raises(WeightError, match="the class attention_in as fp8 and nvfp4, but a class has one format"):
+        packed_to(tmp_path, force=True)
+
+
+def test_a_projection_that_the_checkpoint_keeps_plain(tmp_path: Path) -> None:
+    """It is quantised like the rest of its class, and said; its scale multiplies, beside others that divide."""
+    made = written(tmp_path, flavour=DIVIDED)
+    plain = made.values[K].bfloat16()
+
+    def keep_plain(tensors: dict[str, torch.Tensor]) -> None:
+        for end in ("packed", "scale", "global_scale"):
+            del tensors[f"{K}_{end}"]
+        tensors[K] = plain
+
+    edit_tensors(made.folder, keep_plain)
+    ignored = K.removesuffix(".weight")
+    edit_json(made.folder / "config.json", lambda c: c["quantization_config"]["ignore"].append(ignored))
+    report = pack(PackRequest(made.folder, tmp_path / "packed"))
+    said = f"attention_in: 1 tensors that the checkpoint keeps plain are quantised, such as {K}"
+    assert [note for note in report.notes if note.startswith("attention_in: ")] == [said]
+    packed = open_packed(tmp_path / "packed")
+    weight = packed.weights["layers.3.q_k_v_weight"]
+    names = [part.source.replace("model.language_model.", "model.") for part in weight.parts]
+    parts = packed.values(weight.name).split([part.rows for part in weight.parts])
+    alone = quantise_nvfp4(plain, Format.NVFP4)
+    for index, (name, values) in enumerate(zip(names, parts, strict=True)):
+        expected = decode(alone) if name == K else made.values[name]
+        matrix = packed.matrix(weight.name, index)
+        assert isinstance(matrix, Fp4Matrix) and matrix.divides == (name != K)
+        assert torch.equal(values, expected) and torch.equal(decode(matrix), expected), name
+        assert (values - made.values[name]).norm() < 0.13 * made.values[name].norm()
+    verify(made.folder, packed.folder)
+
+
 def test_parts_keep_their_own_global_scales(tmp_path: Path) -> None:
     """Known bug: the largest of fused parts' scales for all. Here each part has another one."""
     made = written(tmp_path, "tiny-dense", DIVIDED)
@@ -151,6 +210,83 @@ def test_declared_activations_are_said(tmp_path: Path) -> None:
     report = pack(PackRequest(made.folder, tmp_path / "packed"))
     assert any("declares nvfp4 activations and the model bf16" in note for note in report.notes)
     assert report.index.source.activations == "nvfp4"
+
+
+def test_what_the_metadata_says_is_passed_on(tmp_path: Path) -> None:
+    made = written(tmp_path, flavour=Flavour("modelopt", fp8=("attention_in",), metadata="config.json"))
+    edit_json(made.folder / "config.json", lambda c: c["quantization_config"].update(kv_cache_quant_algo="FP8"))
+    notes = pack(PackRequest(made.folder, tmp_path / "packed")).notes
+    for words in ("FP8 layers declare FP8 activations", "keys and values are declared quantised"):
+        assert sum(words in note for note in notes) == 1, notes
+
+
+def test_a_head_unlike_the_embeddings_that_it_is_tied_to(tmp_path: Path) -> None:
+    made = write_checkpoint(tmp_path / "checkpoint", Case("tiny-dense", tied=True), PLAIN)
+    table = made.values["model.embed_tokens.weight"].bfloat16()
+    edit_tensors(made.folder, lambda tensors: tensors.update({"lm_head.weight": table.clone()}))
+    packed_to(tmp_path)
+    edit_tensors(made.folder, lambda tensors: tensors["lm_head.weight"][-1, -1].add_(1))
+    with pytest.raises(WeightError, match=r"lm_head\.weight differs from .*embed_tokens\.weight"):
+        packed_to(tmp_path, force=True)
+
+
+def test_verifying_notices_what_rounds_to_the_same_bits(tmp_path: Path) -> None:
+    made = written(tmp_path, flavour=Flavour("plain", torch.float32))
+    router = "model.layers.1.mlp.gate.weight"
+    edit_tensors(made.folder, lambda tensors: tensors[router][0, 0].fill_(1.0))
+    folder = packed_to(tmp_path)
+    verify(made.folder, folder)
+    edit_tensors(made.folder, lambda tensors: tensors[router][0, 0].fill_(1.0 + 2.0**-12))
+    with pytest.raises(WeightError, match="was packed from another checkpoint than"):
+        verify(made.folder, folder)
+
+
+@pytest.mark.parametrize("field", ["shape", "format", "parts"])
+def test_an_index_with_other_weights_than_its_model(field: str, tmp_path: Path) -> None:
+    written(tmp_path, "tiny-full")
+    folder = packed_to(tmp_path)
+    other = {"shape": [64, 128], "format": "fp8", "parts": [{"rows": 384, "source": "other.weight"}]}[field]
+
+    def change(index: dict[str, Any]) -> None:
+        assert index["weights"]["lm_head"][field] != other
+        index["weights"]["lm_head"][field] = other
+
+    open_packed(folder)
+    edit_json(folder / "lynnc-weights.json", change)
+    with pytest.raises(WeightError, match="lists other weights than its model has"):
+        open_packed(folder)
+
+
+def test_the_files_of_a_packed_folder(tmp_path: Path) -> None:
+    made = written(tmp_path)
+    (made.folder / "tokenizer.json").write_text("{}")
+    (made.folder / "README.md").write_text("of the checkpoint")
+    names = {"config.json", "tokenizer.json", "model.yaml", "lynnc-weights.json", "weights-00001-of-00001.safetensors"}
+    for force in (False, True):
+        assert {path.name for path in packed_to(tmp_path, force=force).iterdir()} == names
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "packed"}
+
+
+def test_the_bytes_that_a_second_run_reads(tmp_path: Path) -> None:
+    made = written(tmp_path)
+    journal = partial_folder(tmp_path / "packed") / "journal.jsonl"
+
+    class Stopped(Exception):
+        pass
+
+    def stop(done: int, total: int, name: str) -> None:
+        if journal.read_text().count("\n") == 2:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        pack(PackRequest(made.folder, tmp_path / "packed"), stop)
+    kept = {json.loads(line)["weight"] for line in journal.read_text().splitlines()}
+    sizes = {name: tensor.nbytes for name, tensor in load_file(made.folder / "model.safetensors").items()}
+    report = pack(PackRequest(made.folder, tmp_path / "packed"))
+    there = sum(sizes[name] for weight in kept for origin in report.index.origins[weight] for name in origin.tensors)
+    assert report.kept_weights == len(kept) == 2 and there > 0
+    assert report.bytes_read == sum(sizes.values()) - there
+    assert pack(PackRequest(made.folder, tmp_path / "whole")).bytes_read == sum(sizes.values())
 
 
 def test_the_digest_is_of_contents(tmp_path: Path) -> None:
@@ -175,8 +311,11 @@ def test_the_digest_is_of_contents(tmp_path: Path) -> None:
 def test_shards_hold_whole_weights_of_at_most_the_size_asked_for(tmp_path: Path) -> None:
     made = written(tmp_path)
     report = pack(PackRequest(made.folder, tmp_path / "packed", shard_bytes=40_000))
-    sizes = [shard.bytes for shard in report.index.shards]
-    assert len(sizes) > 3
+    assert len(report.index.shards) > 3
+    for shard in report.index.shards:
+        arrays = load_file(tmp_path / "packed" / shard.name)
+        weights = {name.rpartition(".")[0] for name in arrays if not name.startswith("padding.")}
+        assert len(weights) == 1 or sum(tensor.nbytes for tensor in arrays.values()) <= 40_000, weights
     verify(made.folder, tmp_path / "packed")
     whole = pack(PackRequest(made.folder, tmp_path / "one"))
     assert whole.index.digests == report.index.digests

@@ -11,11 +11,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
-from checkpoints import edit_json, edit_tensors
+import torch
+from checkpoints import Flavour, edit_json, edit_tensors
 from packing import DIVIDED, packed_to, written
+from safetensors.torch import save_file
 
 from lynnc.errors import OutputError, WeightError
 from lynnc.runtime.weights.pack import PackRequest, pack
@@ -123,7 +126,7 @@ def test_existing_output_and_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyP
         free = 1000
 
     monkeypatch.setattr("shutil.disk_usage", lambda _: Full)
-    with pytest.raises(OutputError, match=r"needs 0\.0 GB and .* has 0\.0 GB free"):
+    with pytest.raises(OutputError, match=r"needs 0\.\d MB and .* has 0\.0 MB free"):
         packed_to(tmp_path, force=True)
 
 
@@ -167,3 +170,113 @@ def test_another_option_begins_anew(tmp_path: Path) -> None:
     search = pack(PackRequest(made.folder, tmp_path / "packed", search=True))
     assert search.kept_weights == 0
     verify(made.folder, tmp_path / "packed")
+
+
+class Stopped(Exception):
+    """Raised in the middle of a run."""
+
+
+def pack_some(checkpoint: Path, output: Path, weights: int) -> None:
+    """A run that ends once so many weights are finished."""
+    journal = partial_folder(output) / "journal.jsonl"
+
+    def stop(done: int, total: int, name: str) -> None:
+        if journal.read_text().count("\n") == weights:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        pack(PackRequest(checkpoint, output), stop)
+
+
+def move_in_the_index(folder: Path) -> None:
+    edit_json(folder / "model.safetensors.index.json", lambda index: index["weight_map"].update(twice()))
+
+
+def twice() -> dict[str, str]:
+    return {"model.embed_tokens.weight": "more.safetensors"}
+
+
+def change_and_keep_the_time(folder: Path) -> None:
+    path = sorted(folder.glob("model*.safetensors"))[0]
+    times = path.stat()
+    raw = bytearray(path.read_bytes())
+    raw[-100] ^= 1
+    path.write_bytes(raw)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+@pytest.mark.parametrize("change", [move_in_the_index, change_and_keep_the_time])
+def test_a_changed_checkpoint_begins_anew(change: Callable[[Path], None], tmp_path: Path) -> None:
+    """What was finished from other tensors must not be mixed with these."""
+    made = written(tmp_path, flavour=Flavour("plain", shards=2))
+    table = {"model.embed_tokens.weight": torch.zeros(384, 128, dtype=torch.bfloat16)}
+    save_file(table, made.folder / "more.safetensors")
+    pack_some(made.folder, tmp_path / "packed", 5)
+    change(made.folder)
+    report = pack(PackRequest(made.folder, tmp_path / "packed"))
+    assert report.kept_weights == 0
+    verify(made.folder, tmp_path / "packed")
+
+
+def test_a_stopped_run_keeps_what_it_finished(tmp_path: Path) -> None:
+    made = written(tmp_path)
+    pack_some(made.folder, tmp_path / "packed", 5)
+    journal = partial_folder(tmp_path / "packed") / "journal.jsonl"
+    journal.write_bytes(journal.read_bytes() + b'{"weight": "unknown", "digests": {}, "source": ""}\n\xff\n')
+    report = pack(PackRequest(made.folder, tmp_path / "packed"))
+    assert report.kept_weights == 5
+    whole = pack(PackRequest(made.folder, tmp_path / "whole"))
+    assert whole.index == report.index
+
+
+def test_files_of_others_are_not_removed(tmp_path: Path) -> None:
+    made = written(tmp_path, "tiny-full")
+    partial = partial_folder(tmp_path / "packed")
+    partial.mkdir()
+    (partial / "thesis.txt").write_text("mine")
+    with pytest.raises(OutputError, match=r"thesis\.txt is no file of lynnc's, and would have to go: move it away"):
+        packed_to(tmp_path)
+    assert (partial / "thesis.txt").read_text() == "mine"
+    assert made.folder.is_dir()
+
+
+def test_what_is_read_is_never_replaced(tmp_path: Path) -> None:
+    made = written(tmp_path, "tiny-full")
+    folder = packed_to(tmp_path)
+    inner = made.folder.rename(folder / "checkpoint")
+    with pytest.raises(OutputError, match="which is read, and will not be replaced"):
+        pack(PackRequest(inner, folder, force=True))
+    assert inner.is_dir()
+
+
+def test_an_output_that_goes_through_itself(tmp_path: Path) -> None:
+    made = written(tmp_path, "tiny-full")
+    folder = packed_to(tmp_path)
+    pack(PackRequest(made.folder, folder / ".." / "packed", force=True))
+    assert open_packed(folder)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "packed"]
+
+
+def test_a_run_that_waits_for_one_that_ends(tmp_path: Path) -> None:
+    """The second opens the lock of the first, which then publishes and is gone: the second says that the folder is
+    there, and touches nothing."""
+    made = written(tmp_path, "tiny-full")
+    second: list[BaseException] = []
+
+    def start_second(done: int, total: int, name: str) -> None:
+        if not threads and done > total // 2:
+            threads.append(Thread(target=run_second))
+            threads[0].start()
+
+    def run_second() -> None:
+        try:
+            pack(PackRequest(made.folder, tmp_path / "packed"))
+        except OutputError as error:
+            second.append(error)
+
+    threads: list[Thread] = []
+    pack(PackRequest(made.folder, tmp_path / "packed"), start_second)
+    threads[0].join()
+    assert second and "exists already" in str(second[0])
+    verify(made.folder, tmp_path / "packed")
+    assert not partial_folder(tmp_path / "packed").exists()

@@ -69,8 +69,8 @@ def draft(shard_bytes: int = 1 << 20) -> PackedIndex:
     return replace(index, shards=tuple(entries))
 
 
-def opened(folder: Path, request: str = "same", shard_bytes: int = 1 << 20) -> PackedWriter:
-    return PackedWriter.open(folder, layouts(shard_bytes), draft(shard_bytes), request)
+def opened(folder: Path, request: str = "same", shard_bytes: int = 1 << 20, force: bool = False) -> PackedWriter:
+    return PackedWriter.open(folder, layouts(shard_bytes), draft(shard_bytes), request, force)
 
 
 def write(writer: PackedWriter, weight: Weight, tensors: dict[str, torch.Tensor]) -> None:
@@ -83,10 +83,10 @@ def write(writer: PackedWriter, weight: Weight, tensors: dict[str, torch.Tensor]
     writer.finish(Finished(weight.name, {}, "read"), written)
 
 
-def publish(writer: PackedWriter, shard_bytes: int = 1 << 20, force: bool = False) -> PackedIndex:
+def publish(writer: PackedWriter, shard_bytes: int = 1 << 20) -> PackedIndex:
     digests = {name: value for entry in writer.finished.values() for name, value in entry.digests.items()}
     index = replace(draft(shard_bytes), digests=digests)
-    writer.publish(index, {}, {"model.yaml": "name: m\n"}, force)
+    writer.publish(index, {}, {"model.yaml": "name: m\n"})
     return index
 
 
@@ -192,19 +192,22 @@ def test_two_processes_do_not_write_one_folder(tmp_path: Path, monkeypatch: pyte
 
 
 def test_an_existing_folder_is_replaced_only_by_force(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").touch()
     with opened(tmp_path / "out") as writer:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "mine").touch()
         for weight in WEIGHTS:
             write(writer, weight, contents())
         with pytest.raises(OutputError, match="exists already"):
             publish(writer)
+    with pytest.raises(OutputError, match="exists already"):
+        opened(tmp_path / "out")
     assert (tmp_path / "out" / "mine").exists()
-    with opened(tmp_path / "out") as writer:
+    with opened(tmp_path / "out", force=True) as writer:
         assert set(writer.finished) == {"gate", "experts"}
-        publish(writer, force=True)
+        publish(writer)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     assert not (tmp_path / "out" / "mine").exists()
+    assert not (tmp_path / "out" / "lock").exists()
 
 
 @dataclass(frozen=True)

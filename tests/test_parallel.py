@@ -15,7 +15,7 @@ from lynnc.errors import WeightError
 from lynnc.runtime.weights import pack as packing
 from lynnc.runtime.weights import verify as verifying
 from lynnc.runtime.weights.pack import PackRequest, pack
-from lynnc.runtime.weights.parallel import spread, worker_count
+from lynnc.runtime.weights.parallel import spread, spread_threads, worker_count
 from lynnc.runtime.weights.verify import verify
 
 
@@ -67,7 +67,7 @@ def test_processes_and_one_process_write_the_same(tmp_path: Path, monkeypatch: p
     one = pack(PackRequest(made.folder, tmp_path / "one"))
     for module in (packing, verifying):
         monkeypatch.setattr(module, "FEW_BYTES", 0)
-        monkeypatch.setattr(module, "worker_count", lambda: 3)
+        monkeypatch.setattr(module, "worker_count", lambda *_: 3)
     several = pack(PackRequest(made.folder, tmp_path / "several"))
     assert one.index == several.index
     for path in (tmp_path / "one").iterdir():
@@ -77,3 +77,11 @@ def test_processes_and_one_process_write_the_same(tmp_path: Path, monkeypatch: p
 
 def test_there_is_a_worker_for_each_core() -> None:
     assert worker_count() == len(os.sched_getaffinity(0))
+
+
+def test_threads_give_the_same(tmp_path: Path) -> None:
+    """What a GPU's work is spread over."""
+    found = dict(spread_threads(square, range(40), 3))
+    assert {index: result for index, (result, _) in found.items()} == {index: index**2 for index in range(40)}
+    with pytest.raises(WeightError, match="seven is wrong"):
+        list(spread_threads(fail_at_seven, range(40), 3))

@@ -332,6 +332,8 @@ BAD_CALLS = (
     BadCall("no number", STATS, ("exactly one of --budget, --cut and --keep-share",)),
     BadCall("two numbers", (*STATS, "--budget", "20", "--cut", "2"), ("exactly one",)),
     BadCall("share", (*STATS, "--keep-share", "1.1"), ("--keep-share",)),
+    BadCall("nan share", (*STATS, "--keep-share", "nan"), ("--keep-share nan is no share",)),
+    BadCall("endless share", (*STATS, "--keep-share", "inf"), ("--keep-share",)),
     BadCall("no share", (*STATS, "--keep-share", "0"), ("--keep-share",)),
     BadCall("cut all", (*STATS, "--cut", "22"), ("--cut 22 leaves none of the 22",)),
     BadCall("above", (*STATS, "--budget", "23"), ("budget of 23 experts exceeds the 22", "stats.json")),

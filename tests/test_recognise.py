@@ -28,6 +28,7 @@ PACKED, W4A4 = Flavour("compressed-tensors"), Flavour("compressed-tensors", acti
 OPT, OPT_W4A4 = Flavour("modelopt"), Flavour("modelopt", activations="nvfp4")
 OPT_FILE = Flavour("modelopt", metadata="hf_quant_config.json")
 MIXED = Flavour("modelopt", fp8=("attention_in",))
+MIXED_FILE = Flavour("modelopt", fp8=("attention_in",), metadata="hf_quant_config.json")
 CONFIG, OPT_JSON, MANIFEST = "config.json", "hf_quant_config.json", "lynn_quant_manifest.json"
 
 
@@ -77,6 +78,7 @@ class Refusal:
 
 SECTION = "quantization_config"
 GROUP = f"{SECTION}.config_groups.group_0"
+OPT_LAYERS, LAYERS = "quantization.quantized_layers", f"{SECTION}.quantized_layers"
 EIGHT_BITS = {"num_bits": 8, "type": "int", "strategy": "tensor"}
 REFUSALS = (
     Refusal("awq", PLAIN, CONFIG, SECTION, {"quant_method": "awq", "bits": 4}, "the method 'awq'"),
@@ -111,12 +113,22 @@ REFUSALS = (
     Refusal("ct-targets", PACKED, CONFIG, f"{GROUP}.targets", "Linear", "group_0.targets is no list of names"),
     Refusal("ct-ignore", PACKED, CONFIG, f"{SECTION}.ignore", {"lm_head": 1}, "ignore is no list of names"),
     Refusal("ct-sparse", PACKED, CONFIG, f"{SECTION}.sparsity_config", {"format": "sparse-24"}, "sparse weights"),
+    Refusal("ct-sparse-list", PACKED, CONFIG, f"{SECTION}.sparsity_config", ["sparse-24"], "sparse weights"),
+    Refusal("ct-sparse-text", PACKED, CONFIG, f"{SECTION}.sparsity_config", "sparse-24", "sparse weights"),
+    Refusal("ct-sparse-other", PACKED, CONFIG, f"{SECTION}.sparsity_config", {"sparsity": 0.5}, "sparse weights"),
+    Refusal("ct-rotated-list", PACKED, CONFIG, f"{SECTION}.transform_config", [{"type": "hadamard"}], "rotated"),
+    Refusal("ct-rotated-text", PACKED, CONFIG, f"{SECTION}.transform_config", "hadamard", "rotated weights"),
+    Refusal("ct-rotated-other", PACKED, CONFIG, f"{SECTION}.transform_config", {"R1": {"type": 1}}, "rotated"),
+    Refusal("ct-input-list", W4A4, CONFIG, f"{GROUP}.input_activations.num_bits", [4], "activations of [4] bits"),
+    Refusal("ct-input-object", W4A4, CONFIG, f"{GROUP}.input_activations.strategy", {"a": 1}, "by {'a': 1}"),
+    Refusal("text", PLAIN, CONFIG, SECTION, "awq", "a quantization_config that is no object but 'awq'"),
     Refusal(
         "ct-rotated", PACKED, CONFIG, f"{SECTION}.transform_config", {"config_groups": {"R1": {}}}, "rotated weights"
     ),
     Refusal("opt-algorithm", OPT_FILE, OPT_JSON, "quantization.quant_algo", "W4A8_AWQ", "algorithm 'W4A8_AWQ'"),
     Refusal("opt-awq", OPT_FILE, OPT_JSON, "quantization.quant_algo", "NVFP4_AWQ", "algorithm 'NVFP4_AWQ'"),
     Refusal("opt-fp8-only", OPT_FILE, OPT_JSON, "quantization.quant_algo", "FP8", "algorithm 'FP8'"),
+    Refusal("opt-list", OPT_FILE, OPT_JSON, "quantization.quant_algo", ["NVFP4"], "algorithm ['NVFP4']"),
     Refusal("opt-none", OPT_FILE, OPT_JSON, "quantization.quant_algo", None, "algorithm None"),
     Refusal("opt-group", OPT_FILE, OPT_JSON, "quantization.group_size", 32, "group_size 32 in hf_quant_config.json"),
     Refusal("opt-zero", OPT_FILE, OPT_JSON, "quantization.has_zero_point", True, "has zero points"),
@@ -133,6 +145,10 @@ REFUSALS = (
     Refusal(
         "mixed-nothing", OPT_FILE, OPT_JSON, "quantization.quant_algo", "MIXED_PRECISION", "without quantized_layers"
     ),
+    Refusal("mixed-empty", MIXED_FILE, OPT_JSON, OPT_LAYERS, {"lm_head": {}}, "no quantised layer but lm_head"),
+    Refusal("mixed-number", MIXED, CONFIG, LAYERS, {"a": 1}, "the layer a in quantized_layers of config.json as 1"),
+    Refusal("mixed-list", MIXED, CONFIG, LAYERS, ["a"], "quantized_layers in config.json that are no object"),
+    Refusal("mixed-algorithm", MIXED, CONFIG, LAYERS, {"a": {"quant_algo": ["FP8"]}}, "algorithm ['FP8']"),
     Refusal(
         "mixed-blocks",
         MIXED,
@@ -153,6 +169,7 @@ REFUSALS = (
     Refusal("lynn-no-schema", LYNN, MANIFEST, "schema_version", None, "the unknown schema None"),
     Refusal("lynn-group", LYNN, MANIFEST, "quantization.group_size", 32, "the group_size 32"),
     Refusal("lynn-format", LYNN, MANIFEST, "quantization.format", "int4", "the format 'int4'"),
+    Refusal("lynn-list", LYNN, MANIFEST, "quantization", ["int4"], "whose quantization is no object but ['int4']"),
     Refusal("lynn-nothing", LYNN, MANIFEST, "quantized_tensors", None, "without quantized_tensors"),
     Refusal(
         "two-kinds", LYNN, CONFIG, SECTION, {"quant_method": "compressed-tensors"}, "two formats at once (lynn and"
@@ -232,6 +249,15 @@ def test_a_side_file_that_quantises_nothing(folders: Callable[[Flavour], Path], 
     folder = copy_of(folders(PLAIN), tmp_path / "c")
     write_json(folder / OPT_JSON, {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}})
     assert str(found_in(folder).kind) == "plain"
+
+
+def test_settings_that_say_nothing(folders: Callable[[Flavour], Path], tmp_path: Path) -> None:
+    folder = copy_of(folders(PACKED), tmp_path / "c")
+    before = found_in(folder)
+    for sparsity, transform in (({}, {}), ([], ""), ({"format": "dense"}, {"config_groups": {}})):
+        said = {"sparsity_config": sparsity, "transform_config": transform}
+        edit_json(folder / CONFIG, lambda config, said=said: config[SECTION].update(said))
+        assert found_in(folder) == before
 
 
 def test_a_folded_lynn_checkpoint_declares_fp8_activations(folders: Callable[[Flavour], Path], tmp_path: Path) -> None:

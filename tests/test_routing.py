@@ -278,6 +278,9 @@ def test_a_file_that_is_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
     with pytest.raises(ModelError, match=r"tokenizer.json: model has no vocabulary"):
         tokenize(tmp_path / "a.txt", tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": 5}}')
+    with pytest.raises(ModelError, match=r"tokenizer.json: the tokenizers library cannot use the file \(.+\); name a"):
+        tokenize(tmp_path / "a.txt", tmp_path / "tokenizer.json")
 
 
 # The command

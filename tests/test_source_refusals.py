@@ -19,6 +19,7 @@ from lynnc.errors import WeightError
 from lynnc.ir import Format
 from lynnc.modelfile import load_model
 from lynnc.runtime.checkpoints.source import Source, open_source
+from lynnc.runtime.weights.matrix import decode
 
 FULL, TIED = Case("tiny-full"), Case("tiny-dense", "tied", tied=True)
 PLAIN, FUSED = Flavour(), Flavour(fused=True)
@@ -84,6 +85,10 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
 
 
+def negated(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.view(torch.uint8) ^ 0x80).view(tensor.dtype)
+
+
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten()
 
@@ -109,6 +114,12 @@ BROKEN = (
     Broken("global-zero", PACKED, Q, f"{Q}_global_scale", const(0), (f"{Q}_global_scale is 0.0", "above zero")),
     Broken("global-negative", LYNN, Q, f"{Q}.global_scale", const(-2), (f"{Q}.global_scale is -2.0", "above zero")),
     Broken("tiny-divisor", PACKED, Q, f"{Q}_global_scale", const(1e-40), ("too small a divisor",)),
+    Broken("large", PACKED, Q, f"{Q}_global_scale", const(1e-37), (f"{Q}_global_scale makes values", "FP32 hold")),
+    Broken("large-factor", OPT, Q, f"{Q}_scale_2", const(1e37), (f"{Q}_scale_2 makes values", "FP32 hold")),
+    Broken("fp8-large", FP8, Q, f"{Q}_scale", const(1e37), (f"{Q}_scale makes values", "FP32 hold")),
+    Broken("flushed", OPT, Q, f"{Q}_scale_2", const(1e-38), (f"{Q}_scale_2 is 9.99", "which is subnormal", "GPUs")),
+    Broken("large-divisor", PACKED, Q, f"{Q}_global_scale", const(2e38), ("whose reciprocal is subnormal",)),
+    Broken("fp8-flushed", FP8, Q, f"{Q}_scale", const(1e-45), (f"{Q}_scale is", "which is subnormal")),
     Broken("fp8-zero", FP8, Q, f"{Q}_scale", const(0), (f"{Q}_scale is 0.0", "above zero")),
     Broken("no-global", PACKED, Q, f"{Q}_global_scale", gone, (f"{Q}_packed without {Q}_global_scale",)),
     Broken("no-scale", OPT, Q, f"{Q}_scale", gone, (f"{Q} without {Q}_scale",)),
@@ -175,12 +186,44 @@ def test_broken_tensors(broken: Broken, contents: Callable[[Flavour], Any], tmp_
         assert word in str(found.value)
 
 
+def test_values_up_to_the_limit_are_read(tmp_path: Path) -> None:
+    """What is refused is too large; FP16 scales and a divisor that only together are."""
+    written = write_checkpoint(tmp_path / "c", FULL, LYNN)
+    for scale, divisor, is_read in ((65504.0, 1.2e-33, True), (65504.0, 1.1e-33, False), (0.0, 1e-36, True)):
+
+        def change(tensors: Tensors, scale: float = scale, divisor: float = divisor) -> None:
+            tensors[f"{Q}.scale"].fill_(scale)
+            tensors[f"{Q}.global_scale"].fill_(divisor)
+            tensors[f"{Q}.packed"].fill_(0x77)
+
+        edit_tensors(written.folder, change)
+        with closing(opened(written)) as source:
+            located = source.locate(Q)
+            if is_read:
+                assert decode(source.read(located)).isfinite().all()
+                continue
+            with pytest.raises(WeightError, match=r"q_proj\.weight\.global_scale makes values of up to 3\.57e\+38"):
+                source.read(located)
+
+
+def test_negative_e4m3_scales_are_read(tmp_path: Path) -> None:
+    written = write_checkpoint(tmp_path / "c", FULL, PACKED)
+    with closing(opened(written)) as source:
+        before = decode(source.read(source.locate(Q)))
+    edit_tensors(written.folder, lambda t: t.update({f"{Q}_scale": negated(t[f"{Q}_scale"])}))
+    with closing(opened(written)) as source:
+        assert torch.equal(decode(source.read(source.locate(Q))), -before)
+
+
 def test_swizzled_scales_are_explained(tmp_path: Path) -> None:
     """Rows padded to 128 and groups to 4, as one engine's kernels read them."""
     written = write_checkpoint(tmp_path / "c", FULL, OPT)
     scale = "model.layers.0.mlp.experts.0.gate_proj.weight_scale"  # [64, 8]
     edit_tensors(written.folder, lambda tensors: tensors.update({scale: padded(tensors[scale])}))
     with pytest.raises(WeightError, match=r"\[128, 8\] where \[64, 8\] is needed: .*padded.*swizzled"):
+        opened(written).locate(scale.removesuffix("_scale"))
+    edit_tensors(written.folder, lambda tensors: tensors.update({scale: tensors[scale].view(256, 4)}))
+    with pytest.raises(WeightError, match=r"\[256, 4\] where \[64, 8\] is needed, one scale for each"):
         opened(written).locate(scale.removesuffix("_scale"))
 
 

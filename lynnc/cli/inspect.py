@@ -19,8 +19,8 @@ from lynnc.runtime.weights.inspection import inspect_folder
 def command(folder: Path, as_json: bool) -> None:
     """Say what FOLDER holds: a checkpoint in safetensors, or weights that `lynnc pack` wrote.
 
-    Counts tensors, bytes and bits by tensor class, and names what deserves a look. Only headers are read. Bits of a
-    weight include its share of the scales.
+    Counts tensors, bytes and bits by tensor class, and names what deserves a look. Bits of a weight include its
+    share of the scales. Only headers are read: damaged values do not show here, but to `lynnc pack --verify-only`.
     """
     found = inspect_folder(folder)
     if found.refused:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from lynnc.cli.output import note, number, print_json, print_table, size, text, warn
-from lynnc.cli.parameters import complete_models, json_option
+from lynnc.cli.parameters import complete_models, json_option, shard_bytes
 from lynnc.cli.progress import bytes_bar
 from lynnc.errors import OptionError
 from lynnc.modelfile import load_model
@@ -96,7 +96,7 @@ def run(arguments: Arguments) -> None:
         keep_first=arguments.keep_first,
         search=arguments.scale_search,
         device=arguments.device,
-        shard_bytes=int(arguments.shard_size * 1e9),
+        shard_bytes=shard_bytes(arguments.shard_size),
         force=arguments.force,
     )
     with bytes_bar("packing") as on_progress:

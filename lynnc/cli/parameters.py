@@ -26,6 +26,7 @@ from lynnc.target import DEVICES, TARGETS, Device, Target, default_device, find_
 from lynnc.tools import detect_gpu
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+MOST_GIGABYTES = 1_000_000_000
 Completer = Callable[[click.Context, click.Parameter, str], list[str]]
 
 
@@ -112,6 +113,15 @@ def nearest(wanted: str, known: Collection[str]) -> str:
     """Advice for a name that does not exist: what was probably meant, or all that there is."""
     near = get_close_matches(wanted, known, n=1, cutoff=0.5)
     return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}."
+
+
+def shard_bytes(gigabytes: float) -> int:
+    """``--shard-size`` in bytes; OptionError unless it is above 0 and a size that a disk can have."""
+    if not 0 < gigabytes <= MOST_GIGABYTES:
+        raise OptionError(
+            f"--shard-size {gigabytes:g}: give gigabytes above 0 and up to {MOST_GIGABYTES:,}, such as 4."
+        )
+    return max(1, int(gigabytes * 1e9))
 
 
 def store_path(given: Path | None) -> Path:

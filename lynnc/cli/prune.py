@@ -149,7 +149,10 @@ def _budget(arguments: Arguments, total: int) -> int:
             raise OptionError(f"--cut {arguments.cut:,} leaves none of the {total:,} experts: cut fewer.")
         return total - arguments.cut
     # The decimal number that was typed, not the binary one nearest to it: 0.55 of 100 is 55.
-    return ceil(Fraction(repr(arguments.keep_share)) * total)
+    share = repr(arguments.keep_share)
+    if share == "nan":
+        raise OptionError("--keep-share nan is no share of the experts: give a number above 0, and at most 1.")
+    return ceil(Fraction(share) * total)
 
 
 def _protected(arguments: Arguments, layers: int) -> frozenset[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -34,7 +35,28 @@ def _load_tokenizer(path: Path) -> Tokenizer:
         Place(str(path), "model").fail(
             "has no vocabulary", f"name a {TOKENIZER_FILE} as the tokenizers library writes it"
         )
-    return Tokenizer.from_file(str(path))
+    with _Loading(path):
+        return Tokenizer.from_file(str(path))
+
+
+class _Loading:
+    """Makes a ``ModelError`` of what the tokenizers library raises for a file that it cannot use: ``Exception`` itself,
+    which cannot be caught without catching every other exception too."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is Exception:
+            raise ModelError(
+                f"{self._path}: the tokenizers library cannot use the file ({error}); name a {TOKENIZER_FILE} that it "
+                "wrote"
+            ) from None
 
 
 def read_token_ids(path: Path) -> tuple[int, ...]:

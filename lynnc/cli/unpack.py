@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from lynnc.cli.output import print_json, size, warn
-from lynnc.cli.parameters import json_option
+from lynnc.cli.parameters import json_option, shard_bytes
 from lynnc.cli.progress import bytes_bar
 from lynnc.runtime.weights.unpack import DTYPES, SHARD_BYTES, UnpackReport, unpack
 
@@ -39,7 +39,7 @@ def command(packed: Path, output: Path, dtype: str, shard_size: float, force: bo
     model keeps in FP32 stay so.
     """
     with bytes_bar("unpacking") as on_progress:
-        report = unpack(packed, output, dtype, force, int(shard_size * 1e9), on_progress)
+        report = unpack(packed, output, dtype, force, shard_bytes(shard_size), on_progress)
     for remark in report.notes:
         warn(remark)
     if as_json:

@@ -56,8 +56,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in a folder. WeightError for a folder that holds none, or one that is incomplete or damaged."""
     files = _find_files(folder)
     config = _read_json(folder / CONFIG)
-    side_files = {name: _read_json(folder / name) for name in SIDE_FILES if (folder / name).is_file()}
-    weight_map = _weight_map(folder) if (folder / INDEX).is_file() else None
+    side_files = {name: _read_json(folder / name) for name in SIDE_FILES if _has_file(folder / name)}
+    weight_map = _weight_map(folder) if _has_file(folder / INDEX) else None
     names = sorted({*files, *(weight_map or {}).values()})
     headers = [read_header(folder / name, name) for name in names]
     found = tuple(tensor for _, tensors in headers for tensor in tensors)
@@ -75,13 +75,13 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 def _find_files(folder: Path) -> list[str]:
     """Names of the shards that lie in the folder."""
-    if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
-        raise WeightError(f"{folder} {what}: name the folder of a checkpoint.")
     try:
         names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    except (FileNotFoundError, NotADirectoryError):
+        what = "is a file" if folder.exists() else "does not exist"
+        raise WeightError(f"{folder} {what}: name the folder of a checkpoint.") from None
     except OSError as error:
-        raise WeightError(f"{folder} cannot be read ({error.strerror}): change its permissions.") from error
+        raise WeightError(f"{folder} cannot be read ({error.strerror}): check the path and its rights.") from error
     shards = [name for name in names if name.endswith(SUFFIX)]
     if not shards and INDEX not in names:
         others = [name for name in names if name.endswith(_OTHER_WEIGHTS)]
@@ -90,7 +90,21 @@ def _find_files(folder: Path) -> list[str]:
     return shards
 
 
+def _has_file(path: Path) -> bool:
+    """Whether there is a file; WeightError for anything else of that name: opening a pipe would wait for a writer."""
+    try:
+        if path.is_file():
+            return True
+        is_other = path.exists()
+    except OSError as error:
+        raise WeightError(f"{path} cannot be read ({error.strerror}): check the path and its rights.") from error
+    if is_other:
+        raise WeightError(f"{path} is no regular file: put the file there, or remove it.")
+    return False
+
+
 def _read_json(path: Path) -> Mapping[str, object]:
+    _has_file(path)
     try:
         return read_json(path)
     except ModelError as error:
@@ -117,7 +131,7 @@ def _shard_path(place: Path, tensor: str, shard: object) -> str:
     path = PurePosixPath(shard)
     if path.is_absolute() or ".." in path.parts:
         raise WeightError(f"{place} places {tensor} in {shard!r}, outside of the folder: write the index again.")
-    if not (place.parent / shard).is_file():
+    if not _has_file(place.parent / shard):
         raise WeightError(f"{place.parent} lacks the shard {shard}, which holds {tensor}: copy the shard there.")
     return str(path)
 

@@ -66,9 +66,10 @@ def _check_whole(checkpoint: Checkpoint, section: Mapping[str, object]) -> None:
         refuse(checkpoint, f"is compressed-tensors of the format {section.get('format')!r}")
     if section.get("quantization_status", "compressed") != "compressed":
         refuse(checkpoint, f"is compressed-tensors of the status {section['quantization_status']!r}")
-    if mapping(section.get("sparsity_config")).get("format", "dense") != "dense":
+    sparsity, transform = section.get("sparsity_config"), section.get("transform_config")
+    if sparsity and mapping(sparsity).get("format") != "dense":
         refuse(checkpoint, "has sparse weights (sparsity_config)")
-    if mapping(mapping(section.get("transform_config")).get("config_groups")):
+    if transform and (not isinstance(transform, Mapping) or any(transform.values())):
         refuse(checkpoint, "has rotated weights (transform_config)")
 
 
@@ -93,8 +94,8 @@ def _activations(checkpoint: Checkpoint, name: str, group: Mapping[str, object])
     if group.get("input_activations") is None:
         return "bf16"
     declared = mapping(group["input_activations"])
-    bits, kind, strategy = (declared.get(setting) for setting in ("num_bits", "type", "strategy"))
-    found = _ACTIVATIONS.get((bits, kind, strategy))
+    bits, kind, strategy = settings = tuple(declared.get(setting) for setting in ("num_bits", "type", "strategy"))
+    found = next((precision for known, precision in _ACTIVATIONS.items() if known == settings), None)
     if found is None or (found == "nvfp4" and declared.get("group_size") != GROUP):
         refuse(checkpoint, f"has the config group {name} with activations of {bits} bits, {kind}, by {strategy}")
     return found

@@ -46,8 +46,8 @@ def read_modelopt(checkpoint: Checkpoint, section: Mapping[str, object]) -> Reco
     notes: tuple[str, ...] = ()
     if algorithm == MIXED:
         declared, activations, notes = _read_layers(checkpoint, present)
-    elif algorithm in _NVFP4:
-        declared, activations = {ANY_LINEAR: Format.NVFP4}, _NVFP4[str(algorithm)]
+    elif isinstance(algorithm, str) and algorithm in _NVFP4:
+        declared, activations = {ANY_LINEAR: Format.NVFP4}, _NVFP4[algorithm]
     else:
         refuse(checkpoint, f"is quantised by ModelOpt's algorithm {algorithm!r}")
     if any(found.get("kv_cache_quant_algo") or found.get("kv_cache_scheme") for found in present.values()):
@@ -86,29 +86,46 @@ def _read_layers(
     checkpoint: Checkpoint, present: Mapping[str, Mapping[str, object]]
 ) -> tuple[dict[str, Format], str, tuple[str, ...]]:
     """Formats by layer, the precision of activations of the 4-bit ones, and notes."""
-    tables = {place: mapping(found.get("quantized_layers")) for place, found in present.items()}
-    layers = dict.fromkeys(layer for table in tables.values() for layer in table if skip_reason(f"{layer}.") is None)
+    tables = {place: _layer_table(checkpoint, place, found) for place, found in present.items()}
+    layers = dict.fromkeys(layer for table in tables.values() for layer in table)
     if not layers:
         refuse(checkpoint, f"is {MIXED} without quantized_layers")
     declared, activations = {}, []
     for layer in layers:
-        settings = {place: mapping(table[layer]) for place, table in tables.items() if layer in table}
+        settings = {place: table[layer] for place, table in tables.items() if layer in table}
         by_place = {place: found.get("quant_algo") for place, found in settings.items()}
         algorithm = _agreed(checkpoint, by_place, f"quant_algo of {layer}")
         for place, found in settings.items():
             _check_settings(checkpoint, f"{place} for {layer}", found)
-        if algorithm in _NVFP4:
+        if isinstance(algorithm, str) and algorithm in _NVFP4:
             declared[layer] = Format.NVFP4
-            activations.append(_NVFP4[str(algorithm)])
+            activations.append(_NVFP4[algorithm])
         elif algorithm == FP8:
             declared[layer] = Format.FP8
         elif algorithm not in _UNQUANTISED:
             refuse(checkpoint, f"has the layer {layer} in ModelOpt's algorithm {algorithm!r}")
+    if not declared:
+        refuse(checkpoint, f"is {MIXED} whose quantized_layers name no quantised layer but {', '.join(layers)}")
     settled, notes = settle_activations(activations)
     fp8 = sum(fmt is Format.FP8 for fmt in declared.values())
     if fp8:
         notes += (f"{fp8} FP8 layers declare FP8 activations: they get BF16",)
     return declared, settled, notes
+
+
+def _layer_table(checkpoint: Checkpoint, place: str, found: Mapping[str, object]) -> Mapping[str, Mapping[str, object]]:
+    """Settings of each layer that a plan may read, as one place has them."""
+    table = found.get("quantized_layers")
+    if not isinstance(table, Mapping | None):
+        refuse(checkpoint, f"has quantized_layers in {place} that are no object")
+    read: dict[str, Mapping[str, object]] = {}
+    for layer, settings in (table or {}).items():
+        if skip_reason(f"{layer}.") is not None:
+            continue
+        if not isinstance(settings, Mapping):
+            refuse(checkpoint, f"has the layer {layer} in quantized_layers of {place} as {settings!r}, no object")
+        read[layer] = settings
+    return read
 
 
 def _ignored(checkpoint: Checkpoint, present: Mapping[str, Mapping[str, object]]) -> tuple[str, ...]:

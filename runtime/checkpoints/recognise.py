@@ -63,7 +63,10 @@ def recognise(checkpoint: Checkpoint) -> Recognised:
 def quantization_config(checkpoint: Checkpoint) -> Mapping[str, object]:
     """The section of that name in ``config.json``, which may stand in the text model's part; empty if there is none."""
     text = mapping(checkpoint.config.get("text_config"))
-    return mapping(checkpoint.config.get("quantization_config") or text.get("quantization_config"))
+    section = checkpoint.config.get("quantization_config") or text.get("quantization_config")
+    if section and not isinstance(section, Mapping):
+        refuse(checkpoint, f"has a quantization_config that is no object but {section!r}")
+    return mapping(section)
 
 
 def _claims(checkpoint: Checkpoint, method: Mapping[str, object]) -> Iterator[SourceKind]:
@@ -97,7 +100,9 @@ def _read_lynn(checkpoint: Checkpoint) -> Recognised:
     schema = manifest.get("schema_version", manifest.get("schema"))
     if schema not in LYNN_SCHEMAS:
         refuse(checkpoint, f"has a {LYNN_FILE} of the unknown schema {schema!r}")
-    details = mapping(manifest.get("quantization"))
+    details = manifest.get("quantization", {})
+    if not isinstance(details, Mapping):
+        refuse(checkpoint, f"has a {LYNN_FILE} whose quantization is no object but {details!r}")
     for name, expected in (("format", LYNN_FORMAT), ("group_size", GROUP)):
         if details.get(name, expected) != expected:
             refuse(checkpoint, f"has a {LYNN_FILE} with the {name} {details[name]!r}")

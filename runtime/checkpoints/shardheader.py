@@ -27,6 +27,8 @@ LENGTH = 8
 """Bytes of the number in front of the header: the header's bytes, little-endian."""
 MOST_HEADER = 100_000_000
 """Bytes of a header that the file format allows."""
+MOST_BYTES = 2**63 - 1
+"""The largest size of a file; numbers above it are none of a shard's."""
 BITS: Mapping[str, int] = MappingProxyType(
     {
         "BOOL": 8,
@@ -86,10 +88,13 @@ class _Span:
 def read_header(path: Path, name: str | None = None) -> tuple[Shard, tuple[StoredTensor, ...]]:
     """The shard and its tensors in the order of their data; ``name`` is what they call the shard, if not the file's.
 
-    WeightError for a file that cannot be read, is no safetensors file, is shorter or longer than its header says, or
-    whose tensors overlap, leave gaps, or have other sizes than type and shape ask for.
+    WeightError for a file that cannot be read, is no regular or no safetensors file, is shorter or longer than its
+    header says, or whose tensors overlap, leave gaps, or have other sizes than type and shape ask for.
     """
     try:
+        # Opening a pipe would wait for a writer.
+        if path.exists() and not path.is_file():
+            raise WeightError(f"{path} is no regular file: put the shard there, or remove it.")
         with path.open("rb") as file:
             size = path.stat().st_size
             text = _header_text(path, size, file)
@@ -118,7 +123,7 @@ def _header_text(path: Path, size: int, file: BinaryIO) -> bytes:
 def _spans(path: Path, shard: str, text: bytes) -> list[_Span]:
     try:
         content = json.loads(text, object_pairs_hook=lambda pairs: _unique(path, pairs))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WeightError(f"{path} is damaged: its header is not JSON ({error}); copy the shard again.") from None
     if not isinstance(content, dict):
         raise WeightError(f"{path} is damaged: its header is not an object; copy the shard again.")
@@ -137,7 +142,7 @@ def _unique(path: Path, pairs: list[tuple[str, object]]) -> dict[str, object]:
 def _span(path: Path, shard: str, name: str, entry: object) -> _Span:
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)]} if (
-            all(type(size) is int and size >= 0 for size in shape) and 0 <= start <= end
+            all(type(size) is int and 0 <= size <= MOST_BYTES for size in shape) and 0 <= start <= end <= MOST_BYTES
         ):
             pass
         case _:

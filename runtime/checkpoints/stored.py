@@ -185,7 +185,7 @@ def _check_scales(scale: StoredTensor, fmt: Format, expected: tuple[int, int]) -
     if scale.shape == expected:
         return
     padded = (-(-expected[0] // _TILE_ROWS) * _TILE_ROWS, -(-expected[1] // _TILE_COLUMNS) * _TILE_COLUMNS)
-    if prod(scale.shape) == prod(padded):
+    if scale.shape == padded:
         raise WeightError(
             f"{scale.name} has the shape {list(scale.shape)} where {list(expected)} is needed: its scales are padded "
             "to tiles (swizzled), an order that only one engine reads; export the checkpoint without."

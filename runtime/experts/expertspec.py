@@ -165,7 +165,7 @@ def read_expert_spec(path: Path) -> ExpertSpec:
     content = read_json(path)
     if "schema" not in content:
         # A published file may say more than is needed here; in one of ours, an unknown field is a misspelt one.
-        content = {name: value for name, value in content.items() if name in (COUNTS, KEPT)}
+        content = {name: value for name, value in content.items() if name in (COUNTS, KEPT, ORIGINAL)}
     values = SHAPE.read(content, Place(str(path)))
     source = MappingProxyType(dict(values[SOURCE]))
     spec = ExpertSpec(values[COUNTS], values[KEPT], values[ORIGINAL], source, str(path))

@@ -64,8 +64,12 @@ def convert(matrix: Matrix, fmt: Format, name: str, search: bool = False) -> Mat
         raise
     refuse_not_finite(matrix, name)
     values = matrix.values.to(PLAIN_TYPES[fmt])
-    if values.dtype is not matrix.values.dtype and find_not_finite(values) is not None:
-        raise WeightError(f"{name} holds a value too large for {fmt}: repair the checkpoint.")
+    place = find_not_finite(values) if values.dtype is not matrix.values.dtype else None
+    if place is not None:
+        found = float(matrix.values[place])
+        raise WeightError(
+            f"{name} holds {found} at row {place[0]}, column {place[1]}, too large for {fmt}: repair the checkpoint."
+        )
     return PlainMatrix(values)
 
 

@@ -138,6 +138,19 @@ def _layer(weight: Weight) -> int:
     return int(found[1])
 
 
+def quantised_notes(assignment: Assignment) -> Iterator[str]:
+    """A line for each tensor class of which a quantised checkpoint keeps some tensors plain that are quantised here."""
+    plain: dict[str, list[str]] = {}
+    for item in assignment.weights:
+        if item.weight.format not in (Format.BF16, Format.F32):
+            found = [located.key for parts in item.parts for located in parts if located.format is Format.BF16]
+            plain.setdefault(item.weight.tensor_class, []).extend(found)
+    for tensor_class, names in plain.items():
+        if names:
+            what = f"{len(names)} tensors that the checkpoint keeps plain are quantised"
+            yield f"{tensor_class}: {what}, such as {names[0]}"
+
+
 def is_router(part: Part) -> bool:
     """Whether a part has a row for each routed expert."""
     return part.source.endswith(".mlp.gate.weight")

@@ -16,12 +16,14 @@ from lynnc.artifact import digest
 from lynnc.jsonform import encode
 from lynnc.layout import LAYOUT, weight_entry
 from lynnc.modelfile import dump_model
+from lynnc.runtime.checkpoints.checkpoint import Checkpoint
 from lynnc.runtime.checkpoints.source import Source
 from lynnc.runtime.weights.assign import Assignment, Kept
 from lynnc.runtime.weights.digests import source_digest
 from lynnc.runtime.weights.packedindex import (
     MODEL_FILE,
     PADDING,
+    SIDE_FILES,
     PackedIndex,
     ShardEntry,
     ShardLayout,
@@ -34,19 +36,6 @@ from lynnc.runtime.weights.packedwriter import Finished
 from lynnc.runtime.weights.resolve import Resolved
 from lynnc.version import VERSION
 
-SIDE_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-"""Files of a checkpoint that whoever serves the model needs; copied as they are."""
 EMPTY_DIGEST, EMPTY_SOURCE = "0" * 32, "0" * 64
 
 
@@ -71,16 +60,20 @@ def draft(resolved: Resolved, assignment: Assignment, shard_bytes: int, search: 
     layouts = place_arrays((item.weight for item in assignment.weights), divided, shard_bytes)
     index = _index(resolved, assignment, layouts, search)
     index = replace(index, shards=tuple(_entry(layout, index) for layout in layouts))
-    shards = [
-        (
-            shard.name,
-            shard.bytes,
-            shard.header_digest,
-            (resolved.source.checkpoint.folder / shard.name).stat().st_mtime_ns,
+    return Draft(layouts, index, encode({"draft": index, "kept": resolved.kept, **_files(resolved.source.checkpoint)}))
+
+
+def _files(checkpoint: Checkpoint) -> Mapping[str, object]:
+    """The checkpoint's files as they are now, and which of them holds each tensor. The time of the last change of state
+    cannot be set back, as that of the last change of contents can."""
+    shards = []
+    for shard in checkpoint.shards:
+        state = (checkpoint.folder / shard.name).stat()
+        shards.append(
+            (shard.name, shard.bytes, shard.header_digest, state.st_ino, state.st_mtime_ns, state.st_ctime_ns)
         )
-        for shard in resolved.source.checkpoint.shards
-    ]
-    return Draft(layouts, index, encode({"draft": index, "kept": resolved.kept, "shards": shards}))
+    places = "".join(f"{name} {tensor.shard}\n" for name, tensor in sorted(checkpoint.tensors.items()))
+    return {"shards": shards, "places": digest(places.encode())}
 
 
 def _index(resolved: Resolved, assignment: Assignment, layouts: tuple[ShardLayout, ...], search: bool) -> PackedIndex:

@@ -216,6 +216,7 @@ def _odd_experts(survey: _Survey, experts: tuple[int, ...]) -> Iterator[str]:
     except ModelError as error:
         yield str(error)
         return
+    yield from _few_experts(experts, survey.model.moe.top_k)
     configured = survey.model.moe.experts[0]
     if side is None and set(experts) != {configured}:
         yield f"{CONFIG} says {configured} experts, and routers have {min(experts)} to {max(experts)} rows"
@@ -228,6 +229,14 @@ def _odd_experts(survey: _Survey, experts: tuple[int, ...]) -> Iterator[str]:
             yield f"the side file of experts says {said} in layer {other[0]}, whose router has {rows} rows{more}"
         if extra:
             yield f"the side file of experts names layers that the model lacks: {some(extra)}"
+
+
+def _few_experts(experts: tuple[int, ...], top_k: int) -> Iterator[str]:
+    """Layers that have routers, but fewer experts than a token needs."""
+    few = [layer for layer, held in enumerate(experts) if 0 < held < top_k]
+    if few:
+        where = f"layer{'s' if len(few) > 1 else ''} {ranges(few)}"
+        yield f"{where}: fewer experts than the {top_k} that each token goes to"
 
 
 def _odd_tensors(survey: _Survey, experts: tuple[int, ...]) -> Iterator[str]:

@@ -24,7 +24,15 @@ from lynnc.runtime.weights.unfinished import find_unfinished
 
 
 def inspect_folder(folder: Path) -> Inspection:
-    """Counts what the folder holds. WeightError if it is neither checkpoint nor packed folder, or not whole."""
+    """Counts what the folder holds. WeightError if it is neither checkpoint nor packed folder, not whole, or not to be
+    read."""
+    try:
+        return _inspect(folder)
+    except OSError as error:
+        raise WeightError(f"{folder} cannot be read ({error.strerror or error}): mend that or name another.") from error
+
+
+def _inspect(folder: Path) -> Inspection:
     unfinished = find_unfinished(folder)
     if (folder / INDEX_FILE).is_file():
         found = inspect_packed(folder)

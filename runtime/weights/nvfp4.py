@@ -17,6 +17,7 @@ Example::
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -25,6 +26,8 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 PIECE = 2**16
 """Words of a piece: half a MiB, and twice as much to work in."""
+PIECE_ON_GPU = 2**22
+"""Enough to keep a GPU busy."""
 
 _SIGNS = ((0x0008, 12), (0x0080, 5), (0x0800, 3), (0x8000, -2))
 """Sign bits of four codes side by side in 16 bits, and how far left each lies in a field of a word."""
@@ -61,21 +64,6 @@ def words_from_bytes(pairs: torch.Tensor) -> torch.Tensor:
     return words
 
 
-def write_words(halves: torch.Tensor, spare: torch.Tensor, words: torch.Tensor) -> None:
-    """Words ``[n]`` from FP16 numbers ``[16 n]``, each a code's value times 2^-14: its sign at bit 15, its magnitude at
-    bits 11 to 9. Written over are the numbers, and ``spare`` int64 ``[4 n]`` or longer.
-    """
-    pairs = halves.view(torch.int64)
-    spare = spare[: len(pairs)]
-    torch.bitwise_right_shift(pairs, 35, out=spare).bitwise_and_(_fields(0x11C0, 32))
-    pairs.bitwise_or_(spare)  # in the lower half: columns 0 and 1 of 4 as codes 0, columns 2 and 3 as codes 1 of fields
-    both, spare = spare.chunk(2)
-    both.view(torch.int32).copy_(pairs)
-    for mask, distance in ((0x003F, 38), (0x4000, 33), (0x2000, 31)):  # columns 4 to 7 become codes 2 and 3
-        both.bitwise_or_(torch.bitwise_right_shift(both, distance, out=spare).bitwise_and_(_fields(mask, 32)))
-    words.view(torch.int32).copy_(both)
-
-
 def bytes_from_words(words: torch.Tensor) -> torch.Tensor:
     """Bytes uint8 ``[..., columns / 2]``: the inverse of ``words_from_bytes``."""
     words = words.clone(memory_format=torch.contiguous_format)
@@ -90,6 +78,41 @@ def bytes_from_words(words: torch.Tensor) -> torch.Tensor:
         word.bitwise_or_(signs)
         _scatter_parity(word, spare)
     return words.view(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class WordWriter:
+    """Joins codes to words: from FP16 numbers ``[16 n]``, each a code's value times 2^-14, which has the sign at bit 15
+    and the magnitude at bits 11 to 9. The tensors of all steps are made beforehand, since the steps are short.
+    """
+
+    pairs: torch.Tensor  # the numbers as int64 [4 n]
+    spare: torch.Tensor  # int64 [4 n]
+    lower: torch.Tensor  # int32 [4 n]: half of that memory
+    joined: torch.Tensor  # int64 [2 n]: the same half
+    moved: torch.Tensor  # int64 [2 n]: the other half
+    shifts: tuple[torch.Tensor, ...]  # how far right ...
+    masks: tuple[torch.Tensor, ...]  # ... and what of it
+
+    @staticmethod
+    def of(halves: torch.Tensor, memory: torch.Tensor) -> WordWriter:
+        """For the numbers in ``halves``; at least as many bytes of ``memory`` are worked in."""
+        pairs = halves.view(torch.int64)
+        spare = memory.view(torch.int64)[: len(pairs)]
+        joined, moved = spare.chunk(2)
+        shifts = torch.tensor([35, 38, 33, 31], device=halves.device)
+        masks = torch.tensor([_fields(bits, 32) for bits in (0x11C0, 0x003F, 0x4000, 0x2000)], device=halves.device)
+        return WordWriter(pairs, spare, joined.view(torch.int32), joined, moved, shifts.unbind(), masks.unbind())
+
+    def write(self, words: torch.Tensor) -> None:
+        """Words ``[n]`` of what the numbers are now; the numbers are written over."""
+        torch.bitwise_right_shift(self.pairs, self.shifts[0], out=self.spare).bitwise_and_(self.masks[0])
+        self.pairs.bitwise_or_(self.spare)  # of 4 columns, the first 2 as codes 0, the others as codes 1, in 32 bits
+        self.lower.copy_(self.pairs)
+        for shift, mask in zip(self.shifts[1:], self.masks[1:], strict=True):  # columns 4 to 7 become codes 2 and 3
+            torch.bitwise_right_shift(self.joined, shift, out=self.moved).bitwise_and_(mask)
+            self.joined.bitwise_or_(self.moved)
+        words.view(torch.int32).copy_(self.joined)
 
 
 def code_values(codes: torch.Tensor) -> torch.Tensor:
@@ -111,11 +134,10 @@ def scale_values(scales: torch.Tensor) -> torch.Tensor:
 
 def _pieces(words: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Pieces of contiguous words, each with two tensors like it to work in."""
-    flat = words.view(-1)
-    first, second = torch.empty(2, min(PIECE, len(flat)), dtype=torch.int64, device=words.device)
-    for start in range(0, len(flat), PIECE):
-        piece = flat[start : start + PIECE]
-        yield piece, first[: len(piece)], second[: len(piece)]
+    length = PIECE_ON_GPU if words.is_cuda else PIECE
+    memory = torch.empty(2, min(length, words.numel()), dtype=torch.int64, device=words.device)
+    for piece in words.view(-1).split(length):
+        yield piece, memory[0, : len(piece)], memory[1, : len(piece)]
 
 
 def _gather_parity(word: torch.Tensor, spare: torch.Tensor) -> None:

@@ -16,30 +16,33 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lynnc.errors import OutputError
 from lynnc.model import ModelSpec
 from lynnc.modelfile import dump_model
-from lynnc.outputfolder import check_folder
+from lynnc.outputfolder import check_folder, settled
 from lynnc.runtime.checkpoints.source import Source
 from lynnc.runtime.experts.expertspec import ExpertSpec
-from lynnc.runtime.weights.arrays import convert, part_arrays
+from lynnc.runtime.weights.arrays import convert, format_of, part_arrays
 from lynnc.runtime.weights.assign import (
     AssignedPart,
     AssignedWeight,
     Assignment,
     assign,
     largest_first,
+    quantised_notes,
     read_part,
 )
+from lynnc.runtime.weights.comparison import compare
 from lynnc.runtime.weights.digests import matrix_digest, weight_digest
 from lynnc.runtime.weights.draft import Draft, draft
-from lynnc.runtime.weights.matrix import Matrix, PlainMatrix
+from lynnc.runtime.weights.matrix import Fp4Matrix, Matrix, PlainMatrix
 from lynnc.runtime.weights.packedindex import DIVISOR, INDEX_FILE, MODEL_FILE, PackedIndex, array_name
-from lynnc.runtime.weights.packedwriter import Finished, PackedWriter
-from lynnc.runtime.weights.parallel import spread, worker_count
+from lynnc.runtime.weights.packedwriter import Finished, PackedWriter, write_error
+from lynnc.runtime.weights.parallel import THREADS_ON_GPU, spread, spread_threads, worker_count
+from lynnc.runtime.weights.quantise import quantise_nvfp4
 from lynnc.runtime.weights.resolve import resolve
 from lynnc.runtime.weights.unfinished import partial_folder
 
@@ -89,27 +92,30 @@ class PackReport:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What became of a part: bytes written of each array by name, and the digest of what was read for it."""
+    """What became of a part: bytes written of each array by name, the digest of what was read for it, and, where
+    scales were searched for, the squared errors without and with that."""
 
     sizes: Mapping[str, int]
     digest: bytes
+    errors: tuple[float, float]
 
 
 def pack(request: PackRequest, on_progress: Progress | None = None) -> PackReport:
     """Packs the checkpoint. WeightError, ModelError or OutputError say what is wrong before anything is written, but
     for values that are no numbers, which show when they are read."""
-    check_folder(request.output, INDEX_FILE, "packed", request.force)
+    request = replace(request, output=settled(request.output))
+    check_folder(request.output, INDEX_FILE, "packed", request.force, [request.checkpoint])
     started = time.perf_counter()
     with closing(resolve(request.checkpoint, request.model, request.experts, request.keep_first)) as resolved:
         assignment = assign(resolved.source, resolved.spec, resolved.kept)
         plan = draft(resolved, assignment, request.shard_bytes, request.search)
         _check_room(request.output, plan)
-        with PackedWriter.open(request.output, plan.layouts, plan.index, plan.identity) as writer:
+        with PackedWriter.open(request.output, plan.layouts, plan.index, plan.identity, request.force) as writer:
             kept = set(writer.finished)
             _write_weights(request, resolved.source, assignment, writer, on_progress)
             index = plan.completed(writer.finished)
             files = {name: request.checkpoint / name for name in index.files if name != MODEL_FILE}
-            writer.publish(index, files, {MODEL_FILE: dump_model(resolved.spec)}, request.force)
+            writer.publish(index, files, {MODEL_FILE: dump_model(resolved.spec)})
     return PackReport(
         index=index,
         spec=resolved.spec,
@@ -117,7 +123,7 @@ def pack(request: PackRequest, on_progress: Progress | None = None) -> PackRepor
         bytes_written=sum(shard.bytes for shard in index.shards),
         seconds=time.perf_counter() - started,
         kept_weights=len(kept),
-        notes=resolved.notes,
+        notes=(*resolved.notes, *(quantised_notes(assignment) if resolved.source.is_quantised else ())),
         pruned_tensors=len(assignment.pruned),
         search_gain=_search_gain(writer.finished) if request.search else None,
     )
@@ -137,8 +143,12 @@ def _write_weights(
     written: dict[str, dict[int, _Written]] = {name: {} for name in left}
     to_read = sum(item.source_bytes for item in missing)
     done = assignment.source_bytes - to_read
-    workers = worker_count() if request.device == "cpu" and to_read > FEW_BYTES else 1
-    with closing(spread(_PartWriter(request, source, writer), parts, workers)) as results:
+    work = _PartWriter(request, source, writer)
+    if request.device == "cpu":
+        started = spread(work, parts, worker_count() if to_read > FEW_BYTES else 1)
+    else:
+        started = spread_threads(work, parts, THREADS_ON_GPU)
+    with closing(started) as results:
         for index, result in results:
             part = parts[index]
             name = part.weight.name
@@ -156,7 +166,8 @@ def _finish(writer: PackedWriter, item: AssignedWeight, written: Mapping[int, _W
     for result in written.values():
         totals.update(result.sizes)
     digest = weight_digest(written[index].digest for index in sorted(written))
-    writer.finish(Finished(item.weight.name, {}, digest), totals)
+    plain, searched = (sum(result.errors[index] for result in written.values()) for index in range(2))
+    writer.finish(Finished(item.weight.name, {}, digest, plain, searched), totals)
 
 
 class _PartWriter:
@@ -179,7 +190,15 @@ class _PartWriter:
             if array != DIVISOR or part.has_divisor:
                 file = self._writer.array(array_name(weight.name, array))
                 written[array_name(weight.name, array)] = file.write(part.start(array, values), values)
-        return _Written(written, matrix_digest(matrix))
+        return _Written(written, matrix_digest(matrix), self._errors(matrix, packed))
+
+    def _errors(self, matrix: Matrix, packed: Matrix) -> tuple[float, float]:
+        if not (self._request.search and isinstance(matrix, PlainMatrix) and isinstance(packed, Fp4Matrix)):
+            return 0.0, 0.0
+        values = _to(matrix, self._request.device)
+        assert isinstance(values, PlainMatrix)
+        plain = quantise_nvfp4(values.values, format_of(packed))
+        return compare(values, plain)[1].error, compare(values, packed)[1].error
 
 
 def _to(matrix: Matrix, device: str) -> Matrix:
@@ -191,14 +210,17 @@ def _to(matrix: Matrix, device: str) -> Matrix:
 
 def _check_room(output: Path, plan: Draft) -> None:
     partial = partial_folder(output)
-    held = sum(path.stat().st_blocks * 512 for path in partial.iterdir()) if partial.is_dir() else 0
+    try:
+        held = sum(path.stat().st_blocks * 512 for path in partial.iterdir()) if partial.is_dir() else 0
+        parent = next(above for above in output.absolute().parents if above.exists())
+        free = shutil.disk_usage(parent).free
+    except OSError as error:
+        raise write_error(output, error) from error
     need = sum(shard.bytes for shard in plan.index.shards) - held
-    parent = next(above for above in output.absolute().parents if above.exists())
-    free = shutil.disk_usage(parent).free
     if need > free:
         raise OutputError(
-            f"{output} needs {need / 1e9:.1f} GB and {parent} has {free / 1e9:.1f} GB free: choose another --output or "
-            "make room."
+            f"{output} needs {need / 1e6:,.1f} MB and {parent} has {free / 1e6:,.1f} MB free: choose another --output "
+            "or make room."
         )
 
 

@@ -12,11 +12,12 @@ Example::
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 
 from lynnc.build import build_graph
@@ -27,6 +28,7 @@ from lynnc.layout import LAYOUT, weight_entry
 from lynnc.model import ModelSpec
 from lynnc.modelshape import from_dict
 from lynnc.runtime.weights.arrays import PackedWeight, part_matrix, unpack_weight
+from lynnc.runtime.weights.digests import stored_bytes
 from lynnc.runtime.weights.matrix import Matrix
 from lynnc.runtime.weights.packedindex import (
     DIVISOR,
@@ -47,9 +49,11 @@ class Packed:
     spec: ModelSpec
     weights: Mapping[str, Weight]
     shard_of: Mapping[str, str]
+    _checked: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def arrays(self, weight: str, expert: int | None = None) -> dict[str, torch.Tensor]:
-        """The arrays of a weight, or of one of its experts, on the CPU."""
+        """The arrays of a weight, or of one of its experts, on the CPU, as they lie in the shard; ``check`` says
+        whether they are what was packed."""
         names = [array for array in ("data", "scale", "global", DIVISOR) if array_name(weight, array) in self.shard_of]
         shard = self.shard_of[array_name(weight, "data")]
         try:
@@ -59,17 +63,38 @@ class Packed:
         except (SafetensorError, OSError) as error:
             raise WeightError(f"{self.folder / shard} cannot be read ({error}): pack the checkpoint again.") from error
 
+    def check(self, weight: str) -> None:
+        """WeightError if an array of the weight is not what was packed, by its digest; each weight is read once."""
+        if weight not in self._checked:
+            self._check(weight, self.arrays(weight))
+
+    def _check(self, weight: str, arrays: Mapping[str, torch.Tensor]) -> None:
+        if weight in self._checked:
+            return
+        for array, values in arrays.items():
+            name = array_name(weight, array)
+            if xxhash.xxh3_128_hexdigest(stored_bytes(values)) != self.index.digests.get(name):
+                path = self.folder / self.shard_of[name]
+                raise WeightError(
+                    f"{path}: {name} was changed since packing: copy the folder again, or pack the checkpoint again."
+                )
+        self._checked.add(weight)
+
     def matrix(self, weight: str, part: int, expert: int = 0) -> Matrix:
-        """One part (of one expert) of a weight, as it is stored."""
+        """One part (of one expert) of a weight, as it is stored. WeightError if the weight's arrays are damaged."""
+        self.check(weight)
         described = self.weights[weight]
         arrays = self.arrays(weight, expert if len(described.shape) == 3 else None)
         first_row = sum(item.rows for item in described.parts[:part])
         return part_matrix(described, arrays, first_row, described.parts[part].rows)
 
     def values(self, weight: str, device: str | torch.device = "cpu") -> torch.Tensor:
-        """FP32 values of a weight in its shape, as the checkpoint's own tools decode them."""
-        arrays = {name: array.to(device) for name, array in self.arrays(weight).items()}
-        return unpack_weight(PackedWeight(self.weights[weight], arrays))
+        """FP32 values of a weight in its shape, as the checkpoint's own tools decode them. WeightError if its
+        arrays are damaged."""
+        arrays = self.arrays(weight)
+        self._check(weight, arrays)
+        placed = {name: array.to(device) for name, array in arrays.items()}
+        return unpack_weight(PackedWeight(self.weights[weight], placed))
 
 
 def open_packed(folder: Path) -> Packed:
@@ -81,6 +106,7 @@ def open_packed(folder: Path) -> Packed:
             f"{folder} has layout {index.layout} and this lynnc reads {LAYOUT}: pack the checkpoint again."
         )
     spec = from_dict(index.model, Place(str(folder / INDEX_FILE), "model"))
+    _check_experts(folder, index, spec)
     weights = build_graph(spec, 1).weights
     if {name: weight_entry(weight) for name, weight in weights.items()} != dict(index.weights):
         raise WeightError(f"{folder / INDEX_FILE} lists other weights than its model has: pack the checkpoint again.")
@@ -93,6 +119,16 @@ def open_packed(folder: Path) -> Packed:
     return Packed(folder, index, spec, weights, MappingProxyType(shard_of))
 
 
+def _check_experts(folder: Path, index: PackedIndex, spec: ModelSpec) -> None:
+    """The kept experts of each pruned layer are ascending numbers, as many as the model has there."""
+    counts = {str(layer): count for layer, count in enumerate(spec.moe.experts)} if spec.moe else {}
+    for layer, kept in index.experts.items():
+        is_ascending = tuple(sorted({*kept})) == kept and all(number >= 0 for number in kept)
+        if counts.get(layer) != len(kept) or not is_ascending:
+            where = f"{folder / INDEX_FILE}: the experts of layer {layer}"
+            raise WeightError(f"{where} are not those of its model: pack the checkpoint again.")
+
+
 def _names(index: PackedIndex, weight: str) -> tuple[str, ...]:
     has_divisor = array_name(weight, DIVISOR) in index.digests
     return tuple(array_name(weight, item.array) for item in stored_arrays(index.weights[weight], has_divisor))
@@ -102,11 +138,11 @@ def _check_shard(folder: Path, index: PackedIndex, name: str, size: int) -> tupl
     """Names of a shard's arrays."""
     path = folder / name
     again = "copy the packed folder again, or pack the checkpoint again"
-    if not path.is_file():
-        raise WeightError(f"{path} is missing: {again}.")
-    if path.stat().st_size != size:
-        raise WeightError(f"{path} has {path.stat().st_size} bytes and {INDEX_FILE} says {size}: {again}.")
     try:
+        if not path.is_file():
+            raise WeightError(f"{path} is missing: {again}.")
+        if path.stat().st_size != size:
+            raise WeightError(f"{path} has {path.stat().st_size} bytes and {INDEX_FILE} says {size}: {again}.")
         with safe_open(path, framework="pt") as file:
             names, metadata = tuple(file.keys()), file.metadata() or {}
     except (SafetensorError, OSError) as error:

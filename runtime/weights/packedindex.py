@@ -28,6 +28,19 @@ SCHEMA = 1
 """Grows when the packed folder changes; a folder of another schema is refused."""
 INDEX_FILE = "lynnc-weights.json"
 MODEL_FILE = "model.yaml"
+SIDE_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files of a checkpoint that whoever serves the model needs; copied as they are."""
 ALIGNMENT = 256
 """Bytes at whose multiples every array of a shard starts."""
 PADDING = "padding"

@@ -20,6 +20,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -37,6 +38,8 @@ from lynnc.outputfolder import folder_exists, swap_folder
 from lynnc.runtime.weights.digests import stored_bytes
 from lynnc.runtime.weights.packedindex import (
     INDEX_FILE,
+    MODEL_FILE,
+    SIDE_FILES,
     PackedIndex,
     ShardLayout,
     index_text,
@@ -46,19 +49,19 @@ from lynnc.runtime.weights.packedindex import (
 from lynnc.runtime.weights.unfinished import JOURNAL, REQUEST, partial_folder
 
 LOCK = "lock"
+SHARD_NAME = re.compile(r"weights-\d{5}-of-\d{5}\.safetensors")
 LOCK_SECONDS = 3.0
 READ_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A weight that is written: digests of its arrays, and of what was read for it; squared error over squared norm of
-    what was quantised, without and with the search for scales."""
+    """A weight that is written: digests of its arrays, and of what was read for it; where scales were searched for, the
+    squared errors without and with that."""
 
     weight: str
     digests: Mapping[str, str]
     source: str
-    squares: float = 0.0
     plain_error: float = 0.0
     error: float = 0.0
 
@@ -105,38 +108,41 @@ def write_error(folder: Path, error: OSError) -> OutputError:
 class PackedWriter:
     """The partial folder of one run; made by ``open``. Errors of the system become ``OutputError``."""
 
-    def __init__(self, folder: Path, partial: Path, layouts: tuple[ShardLayout, ...], header_bytes: tuple[int, ...]):
-        self._folder, self._partial, self._layouts, self._header_bytes = folder, partial, layouts, header_bytes
+    def __init__(self, folder: Path, layouts: tuple[ShardLayout, ...], header_bytes: tuple[int, ...], force: bool):
+        self._folder, self._partial, self._force = folder, partial_folder(folder), force
+        self._layouts, self._header_bytes = layouts, header_bytes
         self._files: list[BinaryIO] = []
         self._arrays: dict[str, ArrayFile] = {}
         self._lock: BinaryIO | None = None
         self.finished: dict[str, Finished] = {}
 
     @classmethod
-    def open(cls, folder: Path, layouts: tuple[ShardLayout, ...], draft: PackedIndex, request: str) -> PackedWriter:
+    def open(
+        cls, folder: Path, layouts: tuple[ShardLayout, ...], draft: PackedIndex, request: str, force: bool = False
+    ) -> PackedWriter:
         """Goes on with what a killed run of an equal ``request`` left, or begins anew.
 
-        ``draft`` is the index but for digests of equal length, so that headers keep their length to the end.
+        ``draft`` is the index but for digests of equal length, so that headers keep their length to the end. With
+        ``force``, a folder that exists is replaced in the end.
         """
-        partial = partial_folder(folder)
         headers = tuple(len(shard_header(layout, shard_metadata(draft, layout))) for layout in layouts)
-        writer = cls(folder, partial, layouts, headers)
+        writer = cls(folder, layouts, headers, force)
         try:
             writer._begin(request)
         except OSError as error:
             writer.close()
-            raise write_error(partial, error) from error
+            raise write_error(writer._partial, error) from error
+        except OutputError:
+            writer.close()
+            raise
         return writer
 
     def _begin(self, request: str) -> None:
-        self._partial.mkdir(parents=True, exist_ok=True)
         self._take_lock()
         note = self._partial / REQUEST
-        if not note.is_file() or note.read_text("utf-8") != request:
-            for path in self._partial.iterdir():
-                if path.name != LOCK:
-                    path.unlink()
-            note.write_text(request, "utf-8")
+        if not note.is_file() or note.read_bytes() != request.encode():
+            self._clear()
+            note.write_bytes(request.encode())
         for layout, header in zip(self._layouts, self._header_bytes, strict=True):
             path = self._partial / layout.name
             path.touch()
@@ -151,31 +157,55 @@ class PackedWriter:
         self._keep_finished()
 
     def _take_lock(self) -> None:
-        """Waits a little: processes of a run that was killed hold the lock until they notice."""
-        self._lock = (self._partial / LOCK).open("wb")
+        """Makes the partial folder, and waits a little: processes of a killed run hold the lock until they notice."""
         deadline = time.monotonic() + LOCK_SECONDS
-        while True:
+        while time.monotonic() < deadline:
+            if self._folder.exists() and not self._force:
+                raise folder_exists(self._folder)
+            self._partial.mkdir(parents=True, exist_ok=True)
+            lock = (self._partial / LOCK).open("wb")
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The folder may have been published, and its name gone, since the lock was opened.
+                if (self._partial / LOCK).exists() and (self._partial / LOCK).samefile(
+                    f"/proc/self/fd/{lock.fileno()}"
+                ):
+                    self._lock = lock
+                    return
             except BlockingIOError:
-                if time.monotonic() > deadline:
-                    break
                 time.sleep(0.05)
+            lock.close()
         raise OutputError(f"{self._folder} is being written by another process: wait for it.")
+
+    def _clear(self) -> None:
+        """Removes what another request left; OutputError for a file that no run writes."""
+        own = {JOURNAL, REQUEST, LOCK, MODEL_FILE, INDEX_FILE, *SIDE_FILES}
+        held = list(self._partial.iterdir())
+        for path in held:
+            if path.name not in own and not SHARD_NAME.fullmatch(path.name):
+                raise OutputError(f"{path} is no file of lynnc's, and would have to go: move it away.")
+        for path in held:
+            if path.name != LOCK:
+                path.unlink()
 
     def _keep_finished(self) -> None:
         """Weights whose line in the journal is whole and whose bytes still have the digests it names."""
         journal = self._partial / JOURNAL
-        lines = journal.read_text("utf-8").split("\n")[:-1] if journal.is_file() else []
+        lines = journal.read_bytes().split(b"\n")[:-1] if journal.is_file() else []
+        weights = {name for layout in self._layouts for name in layout.weights}
         for line in lines:
             try:
                 entry: Finished = decode(Finished, json.loads(line))
-            except (KeyError, TypeError, ValueError):
+            except (KeyError, TypeError, ValueError, RecursionError):
                 continue
-            if all(name in self._arrays and self._digest(name) == value for name, value in entry.digests.items()):
+            if entry.weight in weights and self._has_all(entry):
                 self.finished[entry.weight] = entry
         journal.write_text("".join(f"{encode(entry)}\n" for entry in self.finished.values()), "utf-8")
+
+    def _has_all(self, entry: Finished) -> bool:
+        """Whether every array of the weight is noted, and has the bytes that the note's digest is of."""
+        arrays = {name for name in self._arrays if name.rpartition(".")[0] == entry.weight}
+        return entry.digests.keys() == arrays and all(self._digest(n) == value for n, value in entry.digests.items())
 
     def _digest(self, name: str) -> str:
         array, digest = self._arrays[name], xxhash.xxh3_128()
@@ -208,10 +238,8 @@ class PackedWriter:
         self.finished[entry.weight] = done
         return done
 
-    def publish(
-        self, index: PackedIndex, side_files: Mapping[str, Path], texts: Mapping[str, str], force: bool
-    ) -> None:
-        """Writes headers, index and side files, and renames the folder; with ``force`` over a former one."""
+    def publish(self, index: PackedIndex, side_files: Mapping[str, Path], texts: Mapping[str, str]) -> None:
+        """Writes headers, index and side files, and gives the folder its name."""
         try:
             for layout, room, file in zip(self._layouts, self._header_bytes, self._files, strict=True):
                 header = shard_header(layout, shard_metadata(index, layout))
@@ -222,22 +250,21 @@ class PackedWriter:
                 shutil.copyfile(path, self._partial / name)
             for name, text in {**texts, INDEX_FILE: index_text(index)}.items():
                 (self._partial / name).write_text(text, "utf-8")
-            self._rename(force)
+            self._rename()
         except OSError as error:
             raise write_error(self._partial, error) from error
 
-    def _rename(self, force: bool) -> None:
-        if self._folder.exists() and not force:
+    def _rename(self) -> None:
+        if self._folder.exists() and not self._force:
             raise folder_exists(self._folder)
-        for name in (JOURNAL, REQUEST, LOCK):
+        for name in (JOURNAL, REQUEST):
             (self._partial / name).unlink(missing_ok=True)
-        if not force:
+        # The lock goes last, and only under the folder's own name: nobody may begin in the folder before.
+        if self._force:
+            swap_folder(self._partial, self._folder)
+        else:
             self._partial.rename(self._folder)
-            return
-        old = self._partial.with_name(f".{self._folder.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        swap_folder(self._partial, self._folder, old)
-        shutil.rmtree(old, ignore_errors=True)
+        (self._folder / LOCK).unlink()
 
     def close(self) -> None:
         """Closes the files; what is not published stays for the next run."""
@@ -251,3 +278,8 @@ class PackedWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _is_at(path: Path, file: BinaryIO) -> bool:
+    """Whether an open file still has this path."""
+    return path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno()))

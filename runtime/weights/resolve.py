@@ -16,14 +16,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lynnc.errors import WeightError
+from lynnc.errors import ModelError, WeightError
 from lynnc.hfconfig import import_config
 from lynnc.ir import Format
 from lynnc.model import ModelSpec
+from lynnc.modelfile import model_name_from
 from lynnc.runtime.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from lynnc.runtime.checkpoints.recognise import recognise
 from lynnc.runtime.checkpoints.source import Source
 from lynnc.runtime.experts.expertspec import ExpertSpec, Kept
+from lynnc.runtime.weights.textconfig import differences
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,13 @@ def resolve(folder: Path, model: ModelSpec | None, experts: ExpertSpec | None, k
     counts = source_experts(source)
     _check_side_file(checkpoint, counts)
     spec, kept, notes = _settle_experts(source, counts, experts, keep_first, is_given=model is not None)
+    if spec.moe:
+        _check_top_k(source, counts if experts is None else tuple(map(len, kept)), spec.moe.top_k)
     if model is None:
         spec = replace(spec, precision=replace(spec.precision, formats=found_formats(source)))
     settled = Source(checkpoint, recognised, spec)
-    return Resolved(settled, spec, kept, (*settled.notes(), *_activation_notes(settled), *notes))
+    said = (*settled.notes(), *_activation_notes(settled), *_configuration_notes(checkpoint, spec), *notes)
+    return Resolved(settled, spec, kept, said)
 
 
 def _activation_notes(source: Source) -> tuple[str, ...]:
@@ -62,10 +67,33 @@ def _activation_notes(source: Source) -> tuple[str, ...]:
     return (f"the checkpoint declares {declared} activations and the model {asked}: its plans use {asked}",)
 
 
+def _configuration_notes(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[str, ...]:
+    """What the checkpoint's configuration says unlike the model that is packed. WeightError for another family."""
+    try:
+        family = configured_model(checkpoint).family
+    except ModelError as error:
+        return (f"the model was not compared with the checkpoint's configuration, which is not understood: {error}",)
+    if family is not spec.family:
+        raise WeightError(
+            f"{checkpoint.folder} is of the family {family} by its config.json and the model {spec.name} of "
+            f"{spec.family}: leave out --model, or name another one."
+        )
+    return tuple(f"{found}: the model counts" for found in differences(checkpoint.config, spec))
+
+
+def _check_top_k(source: Source, counts: tuple[int, ...], top_k: int) -> None:
+    for layer, count in enumerate(counts):
+        if count < top_k:
+            raise WeightError(
+                f"{source.checkpoint.folder} has {count} experts to keep in layer {layer} and a token selects {top_k}: "
+                "use a checkpoint with more."
+            )
+
+
 def configured_model(checkpoint: Checkpoint) -> ModelSpec:
     """The model of the checkpoint's ``config.json``, with the usual formats; ModelError if it cannot be read."""
     file = str(checkpoint.folder / "config.json")
-    return import_config(checkpoint.config, name=checkpoint.folder.resolve().name, file=file)
+    return import_config(checkpoint.config, name=model_name_from(checkpoint.folder.resolve().name), file=file)
 
 
 def source_experts(source: Source) -> tuple[int, ...]:

@@ -17,11 +17,13 @@ from math import prod
 
 import torch
 
+from lynnc.errors import WeightError
 from lynnc.ir import Format, Weight
 from lynnc.model import ModelSpec
 from lynnc.runtime.weights.arrays import part_matrix
 from lynnc.runtime.weights.matrix import Matrix, decode, row_count, select_rows
 from lynnc.runtime.weights.packedfile import Packed
+from lynnc.runtime.weights.quantise import find_not_finite
 from lynnc.runtime.weights.textconfig import TEXT_MODELS
 
 WINDOW = 1 << 19
@@ -106,23 +108,34 @@ def group_shards(tensors: tuple[TextTensor, ...], shard_bytes: int) -> Mapping[s
 
 
 def read_values(packed: Packed, tensor: TextTensor) -> torch.Tensor:
-    """The tensor's values, decoded a few rows at a time, so that FP32 values of the whole are never held beside it."""
+    """The tensor's values, decoded a few rows at a time, so that FP32 values of the whole are never held beside it.
+
+    WeightError if the packed arrays are damaged, or a value is too large for the type.
+    """
     weight = tensor.weight
     values = torch.empty(tensor.shape, dtype=tensor.dtype)
     rows = values.reshape(-1, weight.columns)
     starts = [sum(part.rows for part in weight.parts[:index]) for index in tensor.parts]
     position = 0
+    packed.check(weight.name)
     for expert in tensor.experts:
         arrays = packed.arrays(weight.name, expert)
         for index, start in zip(tensor.parts, starts, strict=True):
             count = weight.parts[index].rows
-            _decode_into(part_matrix(weight, arrays, start, count), rows[position : position + count])
+            is_whole = _decode_into(part_matrix(weight, arrays, start, count), rows[position : position + count])
+            if not is_whole:
+                raise WeightError(f"{tensor.name} holds a value too large for BF16: use --dtype f32.")
             position += count
     return values
 
 
-def _decode_into(matrix: Matrix, rows: torch.Tensor) -> None:
+def _decode_into(matrix: Matrix, rows: torch.Tensor) -> bool:
+    """Fills the rows; False if rounding made a number infinite."""
     count, step = row_count(matrix), max(1, WINDOW // rows.shape[1])
     for first in range(0, count, step):
         window = torch.arange(first, min(first + step, count))
-        rows[first : first + step] = decode(select_rows(matrix, window))
+        values, rounded = decode(select_rows(matrix, window)), rows[first : first + step]
+        rounded.copy_(values)
+        if find_not_finite(rounded) is not None and bool((rounded.isinf() & values.isfinite()).any()):
+            return False
+    return True

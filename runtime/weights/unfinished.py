@@ -52,7 +52,7 @@ def find_unfinished(folder: Path) -> Unfinished | None:
             for name, entry in request["draft"]["weights"].items()
         }
         lines = (partial / JOURNAL).read_text("utf-8").splitlines() if (partial / JOURNAL).is_file() else []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     finished = {name for name in map(_weight_of, lines) if name in sizes}
     return Unfinished(partial, len(finished), len(sizes), sum(sizes[name] for name in finished), sum(sizes.values()))
@@ -60,6 +60,6 @@ def find_unfinished(folder: Path) -> Unfinished | None:
 
 def _weight_of(line: str) -> str | None:
     """The weight of a line; the last line of a killed run may be cut."""
-    with suppress(ValueError, KeyError, TypeError):
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
         return str(json.loads(line)["weight"])
     return None

@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from lynnc.errors import ModelError, OptionError, OutputError, WeightError
 from lynnc.hfconfig import EXPERT_SPEC, read_json
 from lynnc.model import ModelSpec
-from lynnc.outputfolder import check_folder, folder_exists, swap_folder
+from lynnc.outputfolder import check_folder, folder_exists, settled, swap_folder
 from lynnc.runtime.checkpoints.checkpoint import CONFIG, INDEX
 from lynnc.runtime.weights.packedfile import Packed, open_packed
 from lynnc.runtime.weights.packedindex import MODEL_FILE
@@ -74,7 +74,8 @@ def unpack(
     folder that cannot be read, OutputError for an output that exists or cannot be written."""
     if dtype not in DTYPES:
         raise OptionError(f"dtype is {dtype}: choose {' or '.join(DTYPES)}.")
-    check_folder(output, ORIGIN_FILE, "lynnc unpack", force)
+    output = settled(output)
+    check_folder(output, ORIGIN_FILE, "lynnc unpack", force, inputs=(packed_folder,))
     started = time.perf_counter()
     packed = open_packed(packed_folder)
     is_tied = _is_tied(packed)
@@ -152,7 +153,10 @@ def _expert_spec(experts: tuple[int, ...]) -> dict[str, object]:
 
 
 def _json(content: Mapping[str, object]) -> str:
-    return json.dumps(content, indent=2, sort_keys=True) + "\n"
+    try:
+        return json.dumps(content, indent=2, sort_keys=True) + "\n"
+    except RecursionError as error:
+        raise WeightError(f"{CONFIG} is nested too deep: pack the checkpoint again.") from error
 
 
 def _copied(packed: Packed) -> tuple[Path, ...]:
@@ -200,16 +204,15 @@ def _output(folder: Path, force: bool) -> Iterator[Path]:
             fresh = Path(scratch) / "new"
             fresh.mkdir()
             yield fresh
-            _place(fresh, folder, Path(scratch) / "old" if force else None)
+            _place(fresh, folder, force)
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or error
         raise OutputError(f"{folder} cannot be written ({why}): choose another --output or make room.") from error
 
 
-def _place(fresh: Path, folder: Path, old: Path | None) -> None:
-    """Renames; ``old`` is where a former folder may go."""
-    if old is not None:
-        swap_folder(fresh, folder, old)
+def _place(fresh: Path, folder: Path, force: bool) -> None:
+    if force:
+        swap_folder(fresh, folder)
         return
     try:
         fresh.rename(folder)

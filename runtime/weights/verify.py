@@ -25,52 +25,15 @@ from lynnc.runtime.checkpoints.recognise import recognise
 from lynnc.runtime.checkpoints.source import Source
 from lynnc.runtime.weights.arrays import convert, part_arrays, part_matrix
 from lynnc.runtime.weights.assign import AssignedPart, Assignment, Kept, assign, largest_first, read_part
+from lynnc.runtime.weights.comparison import Sums, bits, compare
 from lynnc.runtime.weights.digests import matrix_digest, source_digest, weight_digest
-from lynnc.runtime.weights.matrix import Matrix, PlainMatrix, column_count, decode, row_count, select_rows
+from lynnc.runtime.weights.matrix import Matrix, PlainMatrix
 from lynnc.runtime.weights.pack import FEW_BYTES
 from lynnc.runtime.weights.packedfile import Packed, open_packed
 from lynnc.runtime.weights.packedindex import DIVISOR
 from lynnc.runtime.weights.parallel import spread, worker_count
 
-VALUES = 1 << 19
-"""Values that are decoded at a time."""
-
 Progress = Callable[[int, int, str], None]
-
-
-@dataclass(slots=True)
-class _Sums:
-    """Sums over values of one tensor or class: squares of the checkpoint's, of ours, of the difference, products."""
-
-    elements: int = 0
-    squares: float = 0.0
-    packed_squares: float = 0.0
-    products: float = 0.0
-    error: float = 0.0
-
-    def add(self, expected: torch.Tensor, found: torch.Tensor) -> None:
-        a, b = expected.double(), found.double()
-        self.elements += a.numel()
-        self.squares += float(a.square().sum())
-        self.packed_squares += float(b.square().sum())
-        self.products += float((a * b).sum())
-        self.error += float((a - b).square().sum())
-
-    def join(self, other: _Sums) -> None:
-        self.elements += other.elements
-        self.squares += other.squares
-        self.packed_squares += other.packed_squares
-        self.products += other.products
-        self.error += other.error
-
-    @property
-    def relative_l2(self) -> float:
-        return float((self.error / self.squares) ** 0.5) if self.squares else 0.0
-
-    @property
-    def cosine(self) -> float:
-        norm = (self.squares * self.packed_squares) ** 0.5
-        return self.products / norm if norm else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +67,7 @@ class _Compared:
 
     name: str
     is_exact: bool
-    sums: _Sums
+    sums: Sums
     digest: bytes
 
 
@@ -113,7 +76,7 @@ class _Tally:
     exact_tensors: int = 0
     exact_elements: int = 0
     rounded_tensors: int = 0
-    sums: _Sums = field(default_factory=_Sums)
+    sums: Sums = field(default_factory=Sums)
     worst: str = ""
     worst_relative_l2: float = 0.0
 
@@ -195,7 +158,7 @@ class _PartComparer:
         matrix = read_part(self._source, part)
         arrays = self._packed.arrays(weight.name, part.expert if len(weight.shape) == 3 else None)
         _compare_arrays(part, convert(matrix, weight.format, name, self._packed.index.scale_search), arrays, name)
-        is_exact, sums = _compare_values(matrix, part_matrix(weight, arrays, part.first_row, part.row_count))
+        is_exact, sums = compare(matrix, part_matrix(weight, arrays, part.first_row, part.row_count))
         if not is_exact and not isinstance(matrix, PlainMatrix):
             raise WeightError(f"{name} stands for other values than the packed arrays do: pack the checkpoint again.")
         return _Compared(name, is_exact, sums, matrix_digest(matrix))
@@ -209,28 +172,11 @@ def _compare_arrays(part: AssignedPart, expected: Matrix, arrays: Mapping[str, t
         step = weight.part_rows if array in ("global", DIVISOR) else 1
         found = arrays[array].reshape(-1, *values.shape[1:])
         found = found[part.first_row // step : (part.first_row + part.row_count) // step]
-        if found.dtype is not values.dtype or not torch.equal(_bits(found), _bits(values)):
+        if found.dtype is not values.dtype or not torch.equal(bits(found), bits(values)):
             raise WeightError(
                 f"{name} is not what the array {weight.name}.{array} holds: pack the checkpoint again, and if this "
                 "comes back, report it."
             )
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    """Bytes, so that NaN equals itself and -0.0 does not equal 0.0."""
-    return values.contiguous().view(torch.uint8)
-
-
-def _compare_values(source: Matrix, packed: Matrix) -> tuple[bool, _Sums]:
-    """Whether all values are equal bit for bit, and the sums over them."""
-    sums, is_exact = _Sums(), True
-    rows = max(1, VALUES // max(1, column_count(source)))
-    for first in range(0, row_count(source), rows):
-        window = slice(first, first + rows)
-        expected, found = decode(select_rows(source, window)), decode(select_rows(packed, window))
-        is_exact = is_exact and torch.equal(_bits(expected), _bits(found))
-        sums.add(expected, found)
-    return is_exact, sums
 
 
 def _summary(tensor_class: str, fmt: str, tally: _Tally) -> ClassErrors:
