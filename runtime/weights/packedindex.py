@@ -140,7 +140,8 @@ def place_arrays(weights: Iterable[Weight], with_divisor: Collection[str], shard
     groups: list[list[WeightEntry]] = [[]]
     filled = 0
     for entry in map(weight_entry, weights):
-        size = sum(array.bytes for array in entry.arrays)
+        arrays = stored_arrays(entry, entry.name in with_divisor)
+        size = sum(array.bytes + -array.bytes % ALIGNMENT for array in arrays)
         if groups[-1] and filled + size > shard_bytes:
             groups.append([])
             filled = 0

@@ -167,9 +167,7 @@ class PackedWriter:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # The folder may have been published, and its name gone, since the lock was opened.
-                if (self._partial / LOCK).exists() and (self._partial / LOCK).samefile(
-                    f"/proc/self/fd/{lock.fileno()}"
-                ):
+                if _is_at(self._partial / LOCK, lock):
                     self._lock = lock
                     return
             except BlockingIOError:
@@ -244,7 +242,7 @@ class PackedWriter:
             for layout, room, file in zip(self._layouts, self._header_bytes, self._files, strict=True):
                 header = shard_header(layout, shard_metadata(index, layout))
                 assert len(header) == room, "the draft of the index has digests of another length"
-                os.pwrite(file.fileno(), header, 0)
+                _write_all(file.fileno(), memoryview(header), 0)
                 os.fsync(file.fileno())
             for name, path in side_files.items():
                 shutil.copyfile(path, self._partial / name)
