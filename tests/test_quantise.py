@@ -126,6 +126,12 @@ def ties() -> torch.Tensor:
     return torch.cat([first, rows])
 
 
+def beside_one(*blocks: list[float]) -> torch.Tensor:
+    """Rows of one block each, below a row that makes the global scale 1."""
+    rows = [[448 * 6.0], *blocks]
+    return torch.tensor([row + [0.0] * (GROUP - len(row)) for row in rows])
+
+
 CASES = {
     "normal": normal(4, 64),
     "one row": normal(1, 16, seed=1),
@@ -143,6 +149,12 @@ CASES = {
     "smallest": torch.full((1, 16), 2.0**-149),
     "largest": torch.tensor([[torch.finfo(torch.float32).max, *[-1e38, 3.0, 0.0, 2.0**100, 1e37] * 3]]),
     "largest BF16": torch.tensor([[-torch.finfo(torch.bfloat16).max, *[1e38, -1e30, 0.0] * 5]]),
+    "beyond the largest code": beside_one([8.4 / 512, -8.9 / 512, 7 / 512], [14.4 / 512, -14.9 / 512], [6.9 / 512]),
+    "about 2^118": normal(2, 32, seed=10, scale=2.0**118),
+    "FP16 scales below 2^-8": normal(2, 32, seed=10, scale=0.006),
+    "FP16 scales from 2^-8": torch.tensor([[6 * 2.0**-8, -0.01, *[0.001] * 14]]),
+    "FP16 scales to 2^15": torch.tensor([[6 * 2.0**15, -1e5, *[7e4] * 14]]),
+    "FP16 scales above 2^15": torch.tensor([[6.1 * 2.0**15, -1e5, *[7e4] * 14]]),
     "one large among small": torch.tensor([[1e38, *[1e-30] * 15, *[1e33] * 16, *[1e28] * 16]]),
 }
 
@@ -252,6 +264,7 @@ def test_fp16_is_rounded_as_torch_does() -> None:
     assert torch.equal(round_all(values, FP16), values.half().float())
 
 
+@pytest.mark.filterwarnings("error")  # torch warns if memory has not the size of what is written to it
 @pytest.mark.parametrize("search", [False, True])
 @each_format
 def test_parts_do_not_show(monkeypatch: pytest.MonkeyPatch, scale_format: Format, search: bool) -> None:
@@ -298,6 +311,13 @@ def test_search_is_never_worse(values: torch.Tensor, scale_format: Format) -> No
     assert (after <= before * (1 + 1e-6)).all()
     chosen, default = scales_of(searched), scales_of(plain)
     assert torch.equal(chosen[before == 0], default[before == 0])
+
+
+@each_format
+def test_search_keeps_the_default_where_another_is_as_good(scale_format: Format) -> None:
+    """6 is a code at the default scale, 1, and at 1.5, to which 23 / 16 rounds."""
+    values = beside_one([6.0])
+    assert scales_of(quantise_nvfp4(values, scale_format, True))[1].tolist() == [1.0]
 
 
 @pytest.mark.parametrize(("scale_format", "bound"), [(Format.NVFP4, 0.78), (Format.NVFP4_FP16, 0.76)])

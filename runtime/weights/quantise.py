@@ -103,7 +103,7 @@ def quantise_fp8(values: torch.Tensor) -> Fp8Matrix:
         rounder.values.copy_(part).div_(divisor)
         bits = rounder.round(E4M3).half().view(torch.int16)
         negative = torch.lt(bits, 0, out=torch.empty_like(bits))
-        out.copy_(bits.bitwise_right_shift_(7).add_(negative, alpha=0x40))
+        out.copy_(bits.bitwise_right_shift_(7).add_(negative, alpha=0x80))
     return Fp8Matrix(data, torch.tensor(scale, device=device))
 
 
