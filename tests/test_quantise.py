@@ -150,6 +150,7 @@ CASES = {
     "largest": torch.tensor([[torch.finfo(torch.float32).max, *[-1e38, 3.0, 0.0, 2.0**100, 1e37] * 3]]),
     "largest BF16": torch.tensor([[-torch.finfo(torch.bfloat16).max, *[1e38, -1e30, 0.0] * 5]]),
     "beyond the largest code": beside_one([8.4 / 512, -8.9 / 512, 7 / 512], [14.4 / 512, -14.9 / 512], [6.9 / 512]),
+    "beyond it with the second scale": beside_one([14.9 / 512, -14.4 / 512, 1 / 512]),
     "about 2^118": normal(2, 32, seed=10, scale=2.0**118),
     "FP16 scales below 2^-8": normal(2, 32, seed=10, scale=0.006),
     "FP16 scales from 2^-8": torch.tensor([[6 * 2.0**-8, -0.01, *[0.001] * 14]]),

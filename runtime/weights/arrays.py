@@ -19,6 +19,7 @@ import torch
 from lynnc.errors import WeightError
 from lynnc.ir import Format, Weight
 from lynnc.runtime.weights.matrix import Fp4Matrix, Fp8Matrix, Matrix, PlainMatrix, decode_blocks
+from lynnc.runtime.weights.nvfp4 import scale_values
 from lynnc.runtime.weights.packedindex import DIVISOR
 from lynnc.runtime.weights.quantise import find_not_finite, quantise_fp8, quantise_nvfp4
 
@@ -130,7 +131,7 @@ def unpack_weight(packed: PackedWeight) -> torch.Tensor:
         return arrays["data"].float().reshape(weight.shape)
     factor = _of_rows(weight, arrays["global"])
     if weight.format is Format.FP8:
-        return (arrays["data"].view(torch.float8_e4m3fn).float() * factor).reshape(weight.shape)
+        return (scale_values(arrays["data"]) * factor).reshape(weight.shape)
     multiplied = decode_blocks(arrays["data"], arrays["scale"], factor)
     if DIVISOR not in arrays or not arrays[DIVISOR].any():
         return multiplied.reshape(weight.shape)

@@ -60,7 +60,7 @@ def decode(matrix: Matrix) -> torch.Tensor:
     if isinstance(matrix, PlainMatrix):
         return matrix.values.float()
     if isinstance(matrix, Fp8Matrix):
-        return matrix.data.view(torch.float8_e4m3fn).float() * matrix.scale
+        return scale_values(matrix.data) * matrix.scale
     return decode_blocks(matrix.words, matrix.scales, matrix.global_scale, matrix.divides)
 
 
