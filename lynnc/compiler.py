@@ -22,7 +22,7 @@ from lynnc.choose import choose_all
 from lynnc.compile import Progress, compile_kernels
 from lynnc.errors import ModelError
 from lynnc.ir import Graph, T
-from lynnc.layout import LAYOUT, weight_entry
+from lynnc.layout import LAYOUT, weight_entries
 from lynnc.lower import KernelCall, Lowered, lower
 from lynnc.model import ModelSpec
 from lynnc.modelfile import dump_model
@@ -152,7 +152,7 @@ def _plan(
         model=yaml.safe_load(dump_model(spec)),
         model_digest=digest(dump_model(spec).encode()),
         layout=LAYOUT,
-        weights={weight.name: weight_entry(weight) for weight in graph.weights.values()},
+        weights=weight_entries(graph.weights.values()),
         states={s.name: StateEntry(s.name, s.dtype.value, tuple(map(dim_text, s.shape))) for s in states},
         kernels=kernels,
         programs={name: low.program for name, (_, low) in lowered.items()},

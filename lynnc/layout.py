@@ -10,7 +10,7 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from lynnc.ir import GROUP, Format, Weight
 from lynnc.plan import WeightArray, WeightEntry, WeightPart
@@ -25,6 +25,11 @@ _DTYPES: Mapping[Format, str] = {
     Format.BF16: "bf16",
     Format.F32: "f32",
 }
+
+
+def weight_entries(weights: Iterable[Weight]) -> dict[str, WeightEntry]:
+    """Weights by name, as plans and packed folders list them."""
+    return {weight.name: weight_entry(weight) for weight in weights}
 
 
 def weight_entry(weight: Weight) -> WeightEntry:

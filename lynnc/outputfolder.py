@@ -67,10 +67,29 @@ def _check_existing(folder: Path, marker: str, kind: str, force: bool) -> None:
 def _check_parent(folder: Path) -> None:
     if len(os.fsencode(folder.name)) > NAME_BYTES:
         raise _cannot_be_written(folder, f"a name of over {NAME_BYTES} bytes")
-    parent = next(above for above in folder.absolute().parents if above.exists())
+    parent = _existing_parent(folder)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         why = "no permission to write there" if parent.is_dir() else "not a folder"
         raise _cannot_be_written(folder, f"{parent}: {why}")
+
+
+def _existing_parent(folder: Path) -> Path:
+    return next(above for above in folder.absolute().parents if above.exists())
+
+
+def check_room(folder: Path, need: int, unit: str = "GB") -> None:
+    """OutputError if the file system of a folder that is to be has fewer than ``need`` bytes free, in GB or MB."""
+    scale = {"GB": 1e9, "MB": 1e6}[unit]
+    try:
+        parent = _existing_parent(folder)
+        free = shutil.disk_usage(parent).free
+    except OSError as error:
+        raise _cannot_be_written(folder, error.strerror or str(error)) from error
+    if need > free:
+        raise OutputError(
+            f"{folder} needs {need / scale:,.1f} {unit} and {parent} has {free / scale:,.1f} {unit} free: choose "
+            "another --output or make room."
+        )
 
 
 def _cannot_be_written(folder: Path, why: str) -> OutputError:
@@ -80,6 +99,17 @@ def _cannot_be_written(folder: Path, why: str) -> OutputError:
 def folder_exists(folder: Path) -> OutputError:
     """The error for a folder that exists and was not to be replaced."""
     return OutputError(f"{folder} exists already: choose another --output or pass --force to replace it.")
+
+
+def place_folder(fresh: Path, folder: Path, force: bool) -> None:
+    """Gives ``fresh`` the name ``folder``; OutputError if that exists, unless ``force`` replaces it."""
+    if force:
+        swap_folder(fresh, folder)
+        return
+    try:
+        fresh.rename(folder)
+    except OSError as error:
+        raise folder_exists(folder) if folder.exists() else error from None
 
 
 def swap_folder(fresh: Path, folder: Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from checkpoints import Flavour, Written, write_checkpoint
 from reference import Case
 
@@ -13,6 +14,7 @@ from lynnc.ir import Format
 from lynnc.model import ModelSpec
 from lynnc.modelfile import load_model
 from lynnc.runtime.weights.pack import PackRequest, pack
+from lynnc.runtime.weights.unfinished import partial_folder
 
 PLAIN = Flavour("plain")
 DIVIDED = Flavour("compressed-tensors")
@@ -26,6 +28,22 @@ def written(folder: Path, model: str = "tiny-moe", flavour: Flavour = PLAIN) -> 
 def packed_to(folder: Path, **options: Any) -> Path:
     pack(PackRequest(folder / "checkpoint", folder / "packed", **options))
     return folder / "packed"
+
+
+class Stopped(Exception):
+    """Raised in the middle of a run."""
+
+
+def pack_some(checkpoint: Path, output: Path, weights: int, **options: Any) -> None:
+    """A run that ends once so many weights are finished."""
+    journal = partial_folder(output) / "journal.jsonl"
+
+    def stop(done: int, total: int, name: str) -> None:
+        if journal.read_text().count("\n") == weights:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        pack(PackRequest(checkpoint, output, **options), stop)
 
 
 def with_formats(model: str, **formats: Format) -> ModelSpec:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from checkpoints import edit_json, edit_tensors, write_checkpoint
 from inspecting import MIXED, NESTED, NVFP4, PLAIN, complaint, inspected, lynnc_cli, rows
+from packing import pack_some
 from reference import Case
 
 from lynnc.runtime.weights.pack import PackRequest, pack
@@ -242,14 +243,7 @@ def test_what_is_odd_of_a_packed_folder(packed, case):
 
 def interrupted(checkpoint: Path, packed: Path, weights: int) -> Path:
     """Leaves what a run that was killed after some weights leaves."""
-    journal = partial_folder(packed) / "journal.jsonl"
-
-    def stop(done: int, total: int, name: str) -> None:
-        if journal.read_text().count("\n") == weights:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        pack(PackRequest(checkpoint, packed, force=True), stop)
+    pack_some(checkpoint, packed, weights, force=True)
     return partial_folder(packed)
 
 

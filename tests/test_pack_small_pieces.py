@@ -10,7 +10,7 @@ import pytest
 import torch
 import xxhash
 from checkpoints import edit_tensors, write_checkpoint
-from packing import DIVIDED, PLAIN, packed_to, written
+from packing import DIVIDED, PLAIN, pack_some, packed_to, written
 from reference import Case
 from safetensors.torch import load_file
 
@@ -28,10 +28,6 @@ from lynnc.runtime.weights.verify import verify
 
 ROWS, COLUMNS = 11, 32
 WINDOWS = pytest.mark.parametrize("values", [1, 3 * COLUMNS, 3 * COLUMNS + 1, ROWS * COLUMNS])
-
-
-class Stopped(Exception):
-    """Raised in the middle of a run."""
 
 
 @WINDOWS
@@ -66,18 +62,6 @@ def test_verifying_row_by_row_says_the_same(values: int, tmp_path: Path, monkeyp
         assert (one.cosine, one.relative_l2) == pytest.approx((other.cosine, other.relative_l2), rel=1e-12)
 
 
-def stop_after(output: Path, weights: int, checkpoint: Path) -> None:
-    """A run that ends once so many weights are finished."""
-    journal = partial_folder(output) / "journal.jsonl"
-
-    def stop(done: int, total: int, name: str) -> None:
-        if journal.read_text().count("\n") == weights:
-            raise Stopped
-
-    with pytest.raises(Stopped):
-        pack(PackRequest(checkpoint, output), stop)
-
-
 def test_digests_are_of_all_bytes_of_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packedwriter, "READ_BYTES", 1000)
     written(tmp_path, "tiny-full", DIVIDED)
@@ -98,7 +82,7 @@ def test_a_wrong_byte_anywhere_in_a_finished_array(place: int, tmp_path: Path, m
     made = written(tmp_path, "tiny-full")
     whole = {path.name: path.read_bytes() for path in packed_to(tmp_path).iterdir()}
     monkeypatch.setattr(packedwriter, "READ_BYTES", 999)
-    stop_after(tmp_path / "again", 1, made.folder)
+    pack_some(made.folder, tmp_path / "again", 1)
     partial = partial_folder(tmp_path / "again")
     table = made.values["model.embed_tokens.weight"].bfloat16().view(torch.uint8).numpy().tobytes()
     path = next(partial.glob("*.safetensors"))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import Flavour, edit_json, edit_tensors
-from packing import DIVIDED, packed_to, written
+from packing import DIVIDED, Stopped, pack_some, packed_to, written
 from safetensors.torch import save_file
 
 from lynnc.errors import OutputError, WeightError
@@ -156,9 +156,6 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
 def test_another_option_begins_anew(tmp_path: Path) -> None:
     made = written(tmp_path)
 
-    class Stopped(Exception):
-        pass
-
     def stop(done: int, total: int, name: str) -> None:
         if name == "layers.2.out_weight":
             raise Stopped
@@ -170,22 +167,6 @@ def test_another_option_begins_anew(tmp_path: Path) -> None:
     search = pack(PackRequest(made.folder, tmp_path / "packed", search=True))
     assert search.kept_weights == 0
     verify(made.folder, tmp_path / "packed")
-
-
-class Stopped(Exception):
-    """Raised in the middle of a run."""
-
-
-def pack_some(checkpoint: Path, output: Path, weights: int) -> None:
-    """A run that ends once so many weights are finished."""
-    journal = partial_folder(output) / "journal.jsonl"
-
-    def stop(done: int, total: int, name: str) -> None:
-        if journal.read_text().count("\n") == weights:
-            raise Stopped
-
-    with pytest.raises(Stopped):
-        pack(PackRequest(checkpoint, output), stop)
 
 
 def move_in_the_index(folder: Path) -> None:

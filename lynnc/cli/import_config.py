@@ -13,6 +13,7 @@ from lynnc.errors import ModelError, OutputError
 from lynnc.hfconfig import EXPERT_SPEC, import_config, read_expert_spec, read_json
 from lynnc.model import ModelSpec
 from lynnc.modelfile import dump_model
+from lynnc.outputfile import check_file, write_file
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -40,18 +41,14 @@ def command(config: Path, output: Path, name: str | None, experts: Path | None, 
     )
     if "quantization_config" in published:
         warn(f"{config} has a quantization_config, which is not read: check the precision section of {output}.")
-    try:
-        output.write_text(dump_model(spec), "utf-8")
-    except OSError as error:
-        raise OutputError(f"{output} cannot be written ({error.strerror}): choose another --output.") from error
+    write_file(output, dump_model(spec), force)
     click.echo(f"{output}: {_summary(spec)}")
 
 
 def _check_output(output: Path, force: bool) -> None:
     if output.suffix not in (".yaml", ".yml"):
         raise OutputError(f"{output} does not end in .yaml: a model file must, so choose another --output.")
-    if output.exists() and not force:
-        raise OutputError(f"{output} exists already: choose another --output or pass --force to replace it.")
+    check_file(output, force)
 
 
 def _name(name: str | None, output: Path) -> str:

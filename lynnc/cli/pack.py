@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import click
 
 from lynnc.cli.output import note, number, print_json, print_table, size, text, warn
-from lynnc.cli.parameters import complete_models, json_option, shard_bytes
+from lynnc.cli.parameters import complete_models, json_option, shard_bytes, shard_size_option
 from lynnc.cli.progress import bytes_bar
 from lynnc.errors import OptionError
 from lynnc.modelfile import load_model
@@ -59,14 +60,7 @@ class Arguments:
 @click.option(
     "--device", default="cpu", show_default=True, metavar="NAME", help="Where to quantise: cpu, cuda, cuda:1."
 )
-@click.option(
-    "--shard-size",
-    type=click.FloatRange(min=0, min_open=True),
-    default=round(SHARD_BYTES / 1e9, 1),
-    show_default=True,
-    metavar="GB",
-    help="Most gigabytes of a shard; a larger weight has one of its own.",
-)
+@shard_size_option(SHARD_BYTES, "Most gigabytes of a shard; a larger weight has one of its own.")
 @click.option("--verify", "check", is_flag=True, help="Afterwards read both sides again and compare every tensor.")
 @click.option("--verify-only", "only_check", is_flag=True, help="Compare with a folder that was packed before.")
 @click.option("--force", is_flag=True, help="Replace a packed folder that exists.")
@@ -168,10 +162,7 @@ def _print_classes(report: PackReport) -> None:
 
 
 def _print_rest(report: PackReport, output: Path) -> None:
-    reasons: dict[str, int] = {}
-    for reason in report.index.skipped.values():
-        reasons[reason] = reasons.get(reason, 0) + 1
-    for reason, count in reasons.items():
+    for reason, count in Counter(report.index.skipped.values()).items():
         note(f"{count} tensors skipped: {reason}.")
     if report.pruned_tensors:
         layers = len(report.index.experts)

@@ -115,6 +115,18 @@ def nearest(wanted: str, known: Collection[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}."
 
 
+def shard_size_option(usual_bytes: int, text: str) -> Callable[[Function], Function]:
+    """``--shard-size``, in gigabytes."""
+    return click.option(
+        "--shard-size",
+        type=click.FloatRange(min=0, min_open=True),
+        default=round(usual_bytes / 1e9, 1),
+        show_default=True,
+        metavar="GB",
+        help=text,
+    )
+
+
 def shard_bytes(gigabytes: float) -> int:
     """``--shard-size`` in bytes; OptionError unless it is above 0 and a size that a disk can have."""
     if not 0 < gigabytes <= MOST_GIGABYTES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from rich.console import Console
 from rich.progress import (
@@ -12,6 +12,7 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -21,44 +22,28 @@ from rich.table import Column
 
 from lynnc.compile import Progress as OnProgress
 
+OnBytes = Callable[[int, int, str], None]
+"""Called with bytes done, bytes in all and what is next."""
 
-@contextmanager
-def compile_bar() -> Iterator[OnProgress | None]:
+
+def compile_bar() -> AbstractContextManager[OnProgress | None]:
     """Gives what ``compile_model`` calls for each kernel, or None; the bar is gone afterwards."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    columns = (
-        TextColumn("compiling"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True, expand=True) as progress:
-        task = progress.add_task("", total=None)
+    return _bar(TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 
-        def on_progress(done: int, total: int, label: str) -> None:
-            progress.update(task, completed=done, total=total, description=label)
 
-        yield on_progress
+def bytes_bar(verb: str) -> AbstractContextManager[OnBytes | None]:
+    """Gives what is called with bytes done, or None; shows rate and time left."""
+    return _bar(TextColumn(verb), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
 
 
 @contextmanager
-def bytes_bar(verb: str) -> Iterator[Callable[[int, int, str], None] | None]:
-    """Gives what is called with bytes done, bytes in all and what is next, or None; shows rate and time left."""
+def _bar(*columns: ProgressColumn) -> Iterator[Callable[[int, int, str], None] | None]:
+    """A bar of these columns, and of what is next."""
     if not sys.stderr.isatty():
         yield None
         return
-    columns = (
-        TextColumn(verb),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True, expand=True) as progress:
+    following = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1))
+    with Progress(*columns, following, console=Console(stderr=True), transient=True, expand=True) as progress:
         task = progress.add_task("", total=None)
 
         def on_progress(done: int, total: int, label: str) -> None:

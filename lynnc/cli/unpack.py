@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from lynnc.cli.output import print_json, size, warn
-from lynnc.cli.parameters import json_option, shard_bytes
+from lynnc.cli.parameters import json_option, shard_bytes, shard_size_option
 from lynnc.cli.progress import bytes_bar
 from lynnc.runtime.weights.unpack import DTYPES, SHARD_BYTES, UnpackReport, unpack
 
@@ -22,13 +22,8 @@ from lynnc.runtime.weights.unpack import DTYPES, SHARD_BYTES, UnpackReport, unpa
     show_default=True,
     help="Type of the values: bf16 rounds them once, f32 keeps them exactly.",
 )
-@click.option(
-    "--shard-size",
-    type=click.FloatRange(min=0, min_open=True),
-    default=round(SHARD_BYTES / 1e9, 1),
-    show_default=True,
-    metavar="GB",
-    help="Most gigabytes of a shard, which memory must hold; a larger tensor has one of its own.",
+@shard_size_option(
+    SHARD_BYTES, "Most gigabytes of a shard, which memory must hold; a larger tensor has one of its own."
 )
 @click.option("--force", is_flag=True, help="Replace a folder that `lynnc unpack` wrote before.")
 @json_option

@@ -18,7 +18,7 @@ import torch
 
 from lynnc.errors import WeightError
 from lynnc.ir import Format, Weight
-from lynnc.runtime.weights.matrix import Fp4Matrix, Fp8Matrix, Matrix, PlainMatrix, decode_blocks
+from lynnc.runtime.weights.matrix import Fp4Matrix, Fp8Matrix, Matrix, PlainMatrix, decode_blocks, row_count
 from lynnc.runtime.weights.nvfp4 import scale_values
 from lynnc.runtime.weights.packedindex import DIVISOR
 from lynnc.runtime.weights.quantise import find_not_finite, quantise_fp8, quantise_nvfp4
@@ -61,32 +61,27 @@ def convert(matrix: Matrix, fmt: Format, name: str, search: bool = False) -> Mat
         if fmt.is_packed:
             return quantise_nvfp4(matrix.values, fmt, search)
     except WeightError:
-        refuse_not_finite(matrix, name)
+        _refuse_place(matrix, find_not_finite(matrix.values), name)
         raise
-    refuse_not_finite(matrix, name)
+    _refuse_place(matrix, find_not_finite(matrix.values), name)
     values = matrix.values.to(PLAIN_TYPES[fmt])
-    place = find_not_finite(values) if values.dtype is not matrix.values.dtype else None
-    if place is not None:
-        found = float(matrix.values[place])
-        raise WeightError(
-            f"{name} holds {found} at row {place[0]}, column {place[1]}, too large for {fmt}: repair the checkpoint."
-        )
+    if values.dtype is not matrix.values.dtype:
+        _refuse_place(matrix, find_not_finite(values), name, f", too large for {fmt}")
     return PlainMatrix(values)
 
 
-def refuse_not_finite(matrix: PlainMatrix, name: str) -> None:
-    """WeightError that names the place of the first NaN or infinity."""
-    place = find_not_finite(matrix.values)
+def _refuse_place(matrix: PlainMatrix, place: tuple[int, int] | None, name: str, why: str = "") -> None:
+    """WeightError that names a value and its place, if there is one."""
     if place is not None:
         found = float(matrix.values[place])
-        raise WeightError(f"{name} holds {found} at row {place[0]}, column {place[1]}: repair the checkpoint.")
+        raise WeightError(f"{name} holds {found} at row {place[0]}, column {place[1]}{why}: repair the checkpoint.")
 
 
 def part_arrays(weight: Weight, matrix: Matrix) -> dict[str, torch.Tensor]:
     """The rows that one part (of one expert) gives to each of the weight's arrays; ``divisor`` for packed formats."""
     if isinstance(matrix, PlainMatrix):
         return {"data": matrix.values}
-    copies = (matrix.data if isinstance(matrix, Fp8Matrix) else matrix.words).shape[0] // weight.part_rows
+    copies = row_count(matrix) // weight.part_rows
     if isinstance(matrix, Fp8Matrix):
         return {"data": matrix.data, "global": _repeated(matrix.scale, copies)}
     divisor = matrix.global_scale if matrix.divides else torch.zeros_like(matrix.global_scale)

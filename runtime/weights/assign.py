@@ -22,6 +22,7 @@ from lynnc.errors import WeightError
 from lynnc.ir import Format, Part, Weight
 from lynnc.model import ModelSpec
 from lynnc.runtime.checkpoints.source import Located, Source
+from lynnc.runtime.experts.expertspec import Kept
 from lynnc.runtime.weights.matrix import Matrix, select_rows
 from lynnc.runtime.weights.packedindex import Origin
 
@@ -71,11 +72,12 @@ class AssignedWeight:
 
     def each_part(self) -> Iterator[AssignedPart]:
         """Every part in the order of the weight's rows, expert by expert."""
+        has_divisor = self.has_divisor
         for expert, located in enumerate(self.parts):
             first = 0
             for part, found in zip(self.weight.parts, located, strict=True):
                 rows = self.rows if is_router(part) else None
-                yield AssignedPart(self.weight, found, expert, first, part.rows, rows, self.has_divisor)
+                yield AssignedPart(self.weight, found, expert, first, part.rows, rows, has_divisor)
                 first += part.rows
 
     def origins(self) -> tuple[Origin, ...]:
@@ -100,10 +102,6 @@ class Assignment:
     def source_bytes(self) -> int:
         """Bytes that are read in all."""
         return sum(item.source_bytes for item in self.weights)
-
-
-Kept = tuple[tuple[int, ...], ...]
-"""Numbers in the checkpoint of the experts that each layer keeps; empty for a dense model."""
 
 
 def assign(source: Source, spec: ModelSpec, kept: Kept) -> Assignment:
@@ -216,10 +214,19 @@ def _refuse_unused(source: Source, used: set[str]) -> None:
         )
 
 
-def read_part(source: Source, part: AssignedPart) -> Matrix:
-    """The matrix of a part as stored; of a router, the rows of the kept experts."""
-    matrix = source.read(part.located)
-    return matrix if part.rows is None else select_rows(matrix, torch.tensor(part.rows))
+class PartReader:
+    """Reads parts, most often those of one weight after another."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self._weight = source, ""
+
+    def read(self, part: AssignedPart) -> Matrix:
+        """The matrix of a part as stored; of a router, the rows of the kept experts."""
+        if part.weight.name != self._weight:
+            self._source.close()  # gives back the memory of what was read for the weight before
+            self._weight = part.weight.name
+        matrix = self._source.read(part.located)
+        return matrix if part.rows is None else select_rows(matrix, torch.tensor(part.rows))
 
 
 def largest_first(weights: Iterable[AssignedWeight]) -> list[AssignedWeight]:

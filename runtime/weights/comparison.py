@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lynnc.runtime.weights.matrix import Matrix, column_count, decode, row_count, select_rows
+from lynnc.runtime.weights.matrix import Matrix, decode, row_windows, select_rows
 
 VALUES = 1 << 19
 """Values that are decoded at a time."""
@@ -58,9 +58,7 @@ class Sums:
 def compare(expected: Matrix, found: Matrix) -> tuple[bool, Sums]:
     """Whether all values are equal bit for bit, and the sums over them."""
     sums, is_exact = Sums(), True
-    rows = max(1, VALUES // max(1, column_count(expected)))
-    for first in range(0, row_count(expected), rows):
-        window = slice(first, first + rows)
+    for window in row_windows(expected, VALUES):
         a, b = decode(select_rows(expected, window)), decode(select_rows(found, window))
         is_exact = is_exact and torch.equal(bits(a), bits(b))
         sums.add(a, b)

@@ -14,11 +14,12 @@ import yaml
 
 from lynnc.artifact import digest
 from lynnc.jsonform import encode
-from lynnc.layout import LAYOUT, weight_entry
+from lynnc.layout import LAYOUT, weight_entries
 from lynnc.modelfile import dump_model
 from lynnc.runtime.checkpoints.checkpoint import Checkpoint
 from lynnc.runtime.checkpoints.source import Source
-from lynnc.runtime.weights.assign import Assignment, Kept
+from lynnc.runtime.experts.expertspec import Kept
+from lynnc.runtime.weights.assign import Assignment
 from lynnc.runtime.weights.digests import source_digest
 from lynnc.runtime.weights.packedindex import (
     MODEL_FILE,
@@ -89,7 +90,7 @@ def _index(resolved: Resolved, assignment: Assignment, layouts: tuple[ShardLayou
         model_digest=digest(text.encode()),
         source=SourceEntry(str(recognised.kind), recognised.detail, recognised.activations, EMPTY_SOURCE),
         experts=_pruned_layers(source, resolved.kept),
-        weights={item.weight.name: weight_entry(item.weight) for item in assignment.weights},
+        weights=weight_entries(item.weight for item in assignment.weights),
         origins={item.weight.name: item.origins() for item in assignment.weights},
         shards=(),
         digests={name: EMPTY_DIGEST for name in places if not name.startswith(f"{PADDING}.")},

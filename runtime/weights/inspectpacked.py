@@ -10,6 +10,7 @@ Example::
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -18,7 +19,7 @@ from lynnc.artifact import digest
 from lynnc.build import build_graph
 from lynnc.errors import ModelError, WeightError
 from lynnc.fields import Place
-from lynnc.layout import LAYOUT, weight_entry
+from lynnc.layout import LAYOUT, weight_entries
 from lynnc.model import ModelSpec
 from lynnc.modelshape import from_dict
 from lynnc.plan import WeightEntry, WeightPart
@@ -35,13 +36,11 @@ from lynnc.runtime.weights.inspected import (
     some,
 )
 from lynnc.runtime.weights.packedindex import (
-    DIVISOR,
     INDEX_FILE,
     MODEL_FILE,
     PackedIndex,
-    array_name,
+    array_names,
     read_index,
-    stored_arrays,
 )
 
 
@@ -51,9 +50,6 @@ def inspect_packed(folder: Path) -> Inspection:
     remarks: list[str] = []
     model = _model(folder, index, remarks)
     counted = tuple(_counted(index))
-    skipped: dict[str, int] = {}
-    for reason in index.skipped.values():
-        skipped[reason] = skipped.get(reason, 0) + 1
     return Inspection(
         kind="packed",
         detail=f"by lynnc {index.lynnc} from {index.source.detail}",
@@ -62,7 +58,7 @@ def inspect_packed(folder: Path) -> Inspection:
         rows=add_up(counted),
         experts=model.moe.experts if model and model.moe else (),
         shards=tuple(ShardSize(shard.name, shard.bytes) for shard in index.shards),
-        skipped=tuple(SkippedRow(reason, count, None) for reason, count in skipped.items()),
+        skipped=tuple(SkippedRow(reason, count, None) for reason, count in Counter(index.skipped.values()).items()),
         odd=(*remarks, *_odd_index(folder, index), *_odd_shards(folder, index), *mixed_classes(counted)),
         facts=_facts(index),
     )
@@ -80,8 +76,7 @@ def _model(folder: Path, index: PackedIndex, remarks: list[str]) -> ModelSpec | 
     except ModelError as error:
         remarks.append(f"the model is not understood: {error}")
         return None
-    weights = {name: weight_entry(weight) for name, weight in build_graph(model, 1).weights.items()}
-    if weights != dict(index.weights):
+    if weight_entries(build_graph(model, 1).weights.values()) != dict(index.weights):
         remarks.append(f"{INDEX_FILE} lists other weights than its model has: pack the checkpoint again")
     return model
 
@@ -139,10 +134,6 @@ def _odd_shards(folder: Path, index: PackedIndex) -> Iterator[str]:
         if read.bytes != shard.bytes:
             yield f"{shard.name} has {read.bytes} bytes and {INDEX_FILE} says {shard.bytes}"
         found.update(tensor.name for tensor in tensors)
-    needed = {
-        array_name(name, array.array)
-        for name, entry in index.weights.items()
-        for array in stored_arrays(entry, array_name(name, DIVISOR) in index.digests)
-    }
+    needed = {name for entry in index.weights.values() for name in array_names(index, entry)}
     if is_whole and needed - found:
         yield f"no shard holds {some(needed - found)}"

@@ -12,6 +12,7 @@ Example::
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -82,11 +83,15 @@ def row_count(matrix: Matrix) -> int:
     return (matrix.data if isinstance(matrix, Fp8Matrix) else matrix.words).shape[0]
 
 
-def column_count(matrix: Matrix) -> int:
-    """Columns of a matrix."""
+def row_windows(matrix: Matrix, values: int) -> Iterator[slice]:
+    """Runs of rows, in order, that hold about so many values each."""
     if isinstance(matrix, Fp4Matrix):
-        return matrix.words.shape[1] * GROUP
-    return (matrix.data if isinstance(matrix, Fp8Matrix) else matrix.values).shape[1]
+        columns = matrix.words.shape[1] * GROUP
+    else:
+        columns = (matrix.data if isinstance(matrix, Fp8Matrix) else matrix.values).shape[1]
+    rows = max(1, values // max(1, columns))
+    for first in range(0, row_count(matrix), rows):
+        yield slice(first, first + rows)
 
 
 def select_rows(matrix: Matrix, rows: torch.Tensor | slice) -> Matrix:

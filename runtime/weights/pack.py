@@ -11,7 +11,6 @@ Example::
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -19,10 +18,9 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lynnc.errors import OutputError
 from lynnc.model import ModelSpec
 from lynnc.modelfile import dump_model
-from lynnc.outputfolder import check_folder, settled
+from lynnc.outputfolder import check_folder, check_room, settled
 from lynnc.runtime.checkpoints.source import Source
 from lynnc.runtime.experts.expertspec import ExpertSpec
 from lynnc.runtime.weights.arrays import convert, format_of, part_arrays
@@ -30,17 +28,17 @@ from lynnc.runtime.weights.assign import (
     AssignedPart,
     AssignedWeight,
     Assignment,
+    PartReader,
     assign,
     largest_first,
     quantised_notes,
-    read_part,
 )
 from lynnc.runtime.weights.comparison import compare
 from lynnc.runtime.weights.digests import matrix_digest, weight_digest
 from lynnc.runtime.weights.draft import Draft, draft
 from lynnc.runtime.weights.matrix import Fp4Matrix, Matrix, PlainMatrix
 from lynnc.runtime.weights.packedindex import DIVISOR, INDEX_FILE, MODEL_FILE, PackedIndex, array_name
-from lynnc.runtime.weights.packedwriter import Finished, PackedWriter, write_error
+from lynnc.runtime.weights.packedwriter import Finished, PackedWriter
 from lynnc.runtime.weights.parallel import THREADS_ON_GPU, spread, spread_threads, worker_count
 from lynnc.runtime.weights.quantise import quantise_nvfp4
 from lynnc.runtime.weights.resolve import resolve
@@ -174,31 +172,28 @@ class _PartWriter:
     """Reads a part, converts it and writes it into the shards; runs in worker processes."""
 
     def __init__(self, request: PackRequest, source: Source, writer: PackedWriter) -> None:
-        self._request, self._source, self._writer = request, source, writer
-        self._weight = ""
+        self._request, self._reader, self._writer = request, PartReader(source), writer
 
     def __call__(self, part: AssignedPart) -> _Written:
         weight = part.weight
-        if weight.name != self._weight:
-            self._source.close()  # gives back the memory of what was read for the weight before
-            self._weight = weight.name
-        matrix = read_part(self._source, part)
-        name = part.located.tensors[0]
-        packed = convert(_to(matrix, self._request.device), weight.format, name, self._request.search)
+        matrix = self._reader.read(part)
+        placed = _to(matrix, self._request.device)
+        packed = convert(placed, weight.format, part.located.tensors[0], self._request.search)
         written = {}
         for array, values in part_arrays(weight, packed).items():
             if array != DIVISOR or part.has_divisor:
-                file = self._writer.array(array_name(weight.name, array))
-                written[array_name(weight.name, array)] = file.write(part.start(array, values), values)
-        return _Written(written, matrix_digest(matrix), self._errors(matrix, packed))
+                name = array_name(weight.name, array)
+                written[name] = self._writer.array(name).write(part.start(array, values), values)
+        errors = _search_errors(placed, packed) if self._request.search else (0.0, 0.0)
+        return _Written(written, matrix_digest(matrix), errors)
 
-    def _errors(self, matrix: Matrix, packed: Matrix) -> tuple[float, float]:
-        if not (self._request.search and isinstance(matrix, PlainMatrix) and isinstance(packed, Fp4Matrix)):
-            return 0.0, 0.0
-        values = _to(matrix, self._request.device)
-        assert isinstance(values, PlainMatrix)
-        plain = quantise_nvfp4(values.values, format_of(packed))
-        return compare(values, plain)[1].error, compare(values, packed)[1].error
+
+def _search_errors(matrix: Matrix, packed: Matrix) -> tuple[float, float]:
+    """Squared errors without and with the search for scales, of what was quantised."""
+    if not (isinstance(matrix, PlainMatrix) and isinstance(packed, Fp4Matrix)):
+        return 0.0, 0.0
+    plain = quantise_nvfp4(matrix.values, format_of(packed))
+    return compare(matrix, plain)[1].error, compare(matrix, packed)[1].error
 
 
 def _to(matrix: Matrix, device: str) -> Matrix:
@@ -209,21 +204,12 @@ def _to(matrix: Matrix, device: str) -> Matrix:
 
 
 def _check_room(output: Path, plan: Draft) -> None:
+    """OutputError if what an earlier run left and what is free are too little."""
     partial = partial_folder(output)
-    try:
-        held = sum(path.stat().st_blocks * 512 for path in partial.iterdir()) if partial.is_dir() else 0
-        parent = next(above for above in output.absolute().parents if above.exists())
-        free = shutil.disk_usage(parent).free
-    except OSError as error:
-        raise write_error(output, error) from error
-    need = sum(shard.bytes for shard in plan.index.shards) - held
-    if need > free:
-        raise OutputError(
-            f"{output} needs {need / 1e6:,.1f} MB and {parent} has {free / 1e6:,.1f} MB free: choose another --output "
-            "or make room."
-        )
+    held = sum(path.stat().st_blocks * 512 for path in partial.iterdir()) if partial.is_dir() else 0
+    check_room(output, sum(shard.bytes for shard in plan.index.shards) - held, "MB")
 
 
-def _search_gain(finished: Mapping[str, Finished]) -> float | None:
+def _search_gain(finished: Mapping[str, Finished]) -> float:
     plain = sum(entry.plain_error for entry in finished.values())
     return 1.0 - sum(entry.error for entry in finished.values()) / plain if plain else 0.0

@@ -24,7 +24,7 @@ from lynnc.build import build_graph
 from lynnc.errors import WeightError
 from lynnc.fields import Place
 from lynnc.ir import Weight
-from lynnc.layout import LAYOUT, weight_entry
+from lynnc.layout import LAYOUT, weight_entries
 from lynnc.model import ModelSpec
 from lynnc.modelshape import from_dict
 from lynnc.runtime.weights.arrays import PackedWeight, part_matrix, unpack_weight
@@ -35,8 +35,8 @@ from lynnc.runtime.weights.packedindex import (
     INDEX_FILE,
     PackedIndex,
     array_name,
+    array_names,
     read_index,
-    stored_arrays,
 )
 
 
@@ -108,12 +108,12 @@ def open_packed(folder: Path) -> Packed:
     spec = from_dict(index.model, Place(str(folder / INDEX_FILE), "model"))
     _check_experts(folder, index, spec)
     weights = build_graph(spec, 1).weights
-    if {name: weight_entry(weight) for name, weight in weights.items()} != dict(index.weights):
+    if weight_entries(weights.values()) != dict(index.weights):
         raise WeightError(f"{folder / INDEX_FILE} lists other weights than its model has: pack the checkpoint again.")
     shard_of: dict[str, str] = {}
     for shard in index.shards:
         shard_of.update(dict.fromkeys(_check_shard(folder, index, shard.name, shard.bytes), shard.name))
-    missing = [name for entry in index.weights.values() for name in _names(index, entry.name) if name not in shard_of]
+    missing = [name for entry in index.weights.values() for name in array_names(index, entry) if name not in shard_of]
     if missing:
         raise WeightError(f"{folder} lacks {missing[0]} ({len(missing)} arrays in all): pack the checkpoint again.")
     return Packed(folder, index, spec, weights, MappingProxyType(shard_of))
@@ -127,11 +127,6 @@ def _check_experts(folder: Path, index: PackedIndex, spec: ModelSpec) -> None:
         if counts.get(layer) != len(kept) or not is_ascending:
             where = f"{folder / INDEX_FILE}: the experts of layer {layer}"
             raise WeightError(f"{where} are not those of its model: pack the checkpoint again.")
-
-
-def _names(index: PackedIndex, weight: str) -> tuple[str, ...]:
-    has_divisor = array_name(weight, DIVISOR) in index.digests
-    return tuple(array_name(weight, item.array) for item in stored_arrays(index.weights[weight], has_divisor))
 
 
 def _check_shard(folder: Path, index: PackedIndex, name: str, size: int) -> tuple[str, ...]:

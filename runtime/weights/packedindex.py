@@ -13,16 +13,18 @@ Example::
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lynnc.errors import WeightError
 from lynnc.ir import Weight
 from lynnc.jsonform import decode, shallow
 from lynnc.layout import weight_entry
 from lynnc.plan import WeightArray, WeightEntry
+
+Item = TypeVar("Item")
 
 SCHEMA = 1
 """Grows when the packed folder changes; a folder of another schema is refused."""
@@ -135,18 +137,34 @@ def stored_arrays(entry: WeightEntry, has_divisor: bool) -> tuple[WeightArray, .
     return (*entry.arrays, replace(scale, array=DIVISOR))
 
 
-def place_arrays(weights: Iterable[Weight], with_divisor: Collection[str], shard_bytes: int) -> tuple[ShardLayout, ...]:
-    """Fills shards in the order of the weights up to ``shard_bytes`` each; a weight is never divided."""
-    groups: list[list[WeightEntry]] = [[]]
+def array_names(index: PackedIndex, entry: WeightEntry) -> tuple[str, ...]:
+    """Names of the arrays that store a weight of the index."""
+    has_divisor = array_name(entry.name, DIVISOR) in index.digests
+    return tuple(array_name(entry.name, item.array) for item in stored_arrays(entry, has_divisor))
+
+
+def fill_shards(items: Iterable[Item], bytes_of: Callable[[Item], int], most: int) -> list[list[Item]]:
+    """Groups of neighbours of at most so many bytes; what is larger has a group of its own."""
+    groups: list[list[Item]] = [[]]
     filled = 0
-    for entry in map(weight_entry, weights):
-        arrays = stored_arrays(entry, entry.name in with_divisor)
-        size = sum(array.bytes + -array.bytes % ALIGNMENT for array in arrays)
-        if groups[-1] and filled + size > shard_bytes:
+    for item in items:
+        size = bytes_of(item)
+        if groups[-1] and filled + size > most:
             groups.append([])
             filled = 0
-        groups[-1].append(entry)
+        groups[-1].append(item)
         filled += size
+    return groups
+
+
+def place_arrays(weights: Iterable[Weight], with_divisor: Collection[str], shard_bytes: int) -> tuple[ShardLayout, ...]:
+    """Fills shards in the order of the weights up to ``shard_bytes`` each; a weight is never divided."""
+
+    def size(entry: WeightEntry) -> int:
+        arrays = stored_arrays(entry, entry.name in with_divisor)
+        return sum(array.bytes + -array.bytes % ALIGNMENT for array in arrays)
+
+    groups = fill_shards(map(weight_entry, weights), size, shard_bytes)
     names = [f"weights-{index:05}-of-{len(groups):05}.safetensors" for index in range(1, len(groups) + 1)]
     return tuple(_lay_out(name, group, with_divisor) for name, group in zip(names, groups, strict=True))
 

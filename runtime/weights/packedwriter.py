@@ -34,7 +34,7 @@ import xxhash
 
 from lynnc.errors import OutputError
 from lynnc.jsonform import decode, encode
-from lynnc.outputfolder import folder_exists, swap_folder
+from lynnc.outputfolder import folder_exists, place_folder
 from lynnc.runtime.weights.digests import stored_bytes
 from lynnc.runtime.weights.packedindex import (
     INDEX_FILE,
@@ -258,10 +258,7 @@ class PackedWriter:
         for name in (JOURNAL, REQUEST):
             (self._partial / name).unlink(missing_ok=True)
         # The lock goes last, and only under the folder's own name: nobody may begin in the folder before.
-        if self._force:
-            swap_folder(self._partial, self._folder)
-        else:
-            self._partial.rename(self._folder)
+        place_folder(self._partial, self._folder, self._force)
         (self._folder / LOCK).unlink()
 
     def close(self) -> None:

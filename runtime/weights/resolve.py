@@ -45,8 +45,7 @@ class Resolved:
 def resolve(folder: Path, model: ModelSpec | None, experts: ExpertSpec | None, keep_first: bool = False) -> Resolved:
     """Opens the checkpoint and settles its model. WeightError or ModelError where the parts contradict each other."""
     checkpoint = open_checkpoint(folder)
-    recognised = recognise(checkpoint)
-    source = Source(checkpoint, recognised, model or configured_model(checkpoint))
+    source = Source(checkpoint, recognise(checkpoint), model or configured_model(checkpoint))
     counts = source_experts(source)
     _check_side_file(checkpoint, counts)
     spec, kept, notes = _settle_experts(source, counts, experts, keep_first, is_given=model is not None)
@@ -54,9 +53,9 @@ def resolve(folder: Path, model: ModelSpec | None, experts: ExpertSpec | None, k
         _check_top_k(source, counts if experts is None else tuple(map(len, kept)), spec.moe.top_k)
     if model is None:
         spec = replace(spec, precision=replace(spec.precision, formats=found_formats(source)))
-    settled = Source(checkpoint, recognised, spec)
-    said = (*settled.notes(), *_activation_notes(settled), *_configuration_notes(checkpoint, spec), *notes)
-    return Resolved(settled, spec, kept, said)
+    else:
+        notes = (*_configuration_notes(checkpoint, spec), *notes)
+    return Resolved(source, spec, kept, (*source.notes(), *_activation_notes(source), *notes))
 
 
 def _activation_notes(source: Source) -> tuple[str, ...]:
@@ -68,7 +67,7 @@ def _activation_notes(source: Source) -> tuple[str, ...]:
 
 
 def _configuration_notes(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[str, ...]:
-    """What the checkpoint's configuration says unlike the model that is packed. WeightError for another family."""
+    """What the checkpoint's configuration says unlike the model that was given. WeightError for another family."""
     try:
         family = configured_model(checkpoint).family
     except ModelError as error:

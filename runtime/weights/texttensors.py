@@ -21,8 +21,9 @@ from lynnc.errors import WeightError
 from lynnc.ir import Format, Weight
 from lynnc.model import ModelSpec
 from lynnc.runtime.weights.arrays import part_matrix
-from lynnc.runtime.weights.matrix import Matrix, decode, row_count, select_rows
+from lynnc.runtime.weights.matrix import Matrix, decode, row_windows, select_rows
 from lynnc.runtime.weights.packedfile import Packed
+from lynnc.runtime.weights.packedindex import fill_shards
 from lynnc.runtime.weights.quantise import find_not_finite
 from lynnc.runtime.weights.textconfig import TEXT_MODELS
 
@@ -95,14 +96,7 @@ def _name(spec: ModelSpec, source: str) -> str:
 
 def group_shards(tensors: tuple[TextTensor, ...], shard_bytes: int) -> Mapping[str, tuple[TextTensor, ...]]:
     """Tensors by shard, in their order, up to ``shard_bytes`` each; a larger tensor has a shard of its own."""
-    groups: list[list[TextTensor]] = [[]]
-    filled = 0
-    for tensor in tensors:
-        if groups[-1] and filled + tensor.bytes > shard_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(tensor)
-        filled += tensor.bytes
+    groups = fill_shards(tensors, lambda tensor: tensor.bytes, shard_bytes)
     count = len(groups)
     return {f"model-{index:05}-of-{count:05}.safetensors": tuple(group) for index, group in enumerate(groups, 1)}
 
@@ -131,10 +125,8 @@ def read_values(packed: Packed, tensor: TextTensor) -> torch.Tensor:
 
 def _decode_into(matrix: Matrix, rows: torch.Tensor) -> bool:
     """Fills the rows; False if rounding made a number infinite."""
-    count, step = row_count(matrix), max(1, WINDOW // rows.shape[1])
-    for first in range(0, count, step):
-        window = torch.arange(first, min(first + step, count))
-        values, rounded = decode(select_rows(matrix, window)), rows[first : first + step]
+    for window in row_windows(matrix, WINDOW):
+        values, rounded = decode(select_rows(matrix, window)), rows[window]
         rounded.copy_(values)
         if find_not_finite(rounded) is not None and bool((rounded.isinf() & values.isfinite()).any()):
             return False

@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from lynnc.errors import ModelError, OptionError, OutputError, WeightError
 from lynnc.hfconfig import EXPERT_SPEC, read_json
 from lynnc.model import ModelSpec
-from lynnc.outputfolder import check_folder, folder_exists, settled, swap_folder
+from lynnc.outputfolder import check_folder, check_room, place_folder, settled
 from lynnc.runtime.checkpoints.checkpoint import CONFIG, INDEX
 from lynnc.runtime.weights.packedfile import Packed, open_packed
 from lynnc.runtime.weights.packedindex import MODEL_FILE
@@ -87,7 +87,7 @@ def unpack(
     if packed.spec.moe and _is_uneven(packed.spec):
         texts[EXPERT_SPEC] = _json(_expert_spec(packed.spec.moe.experts))
     total = sum(tensor.bytes for tensor in tensors)
-    _check_room(output, total)
+    check_room(output, total)
     with _output(output, force) as fresh:
         _write_shards(packed, shards, fresh, on_progress)
         for path in copied:
@@ -185,16 +185,6 @@ def _write_shards(
         on_progress(done, total, "")
 
 
-def _check_room(output: Path, need: int) -> None:
-    parent = next(above for above in output.absolute().parents if above.exists())
-    free = shutil.disk_usage(parent).free
-    if need > free:
-        raise OutputError(
-            f"{output} needs {need / 1e9:.1f} GB and {parent} has {free / 1e9:.1f} GB free: choose another --output or "
-            "make room."
-        )
-
-
 @contextmanager
 def _output(folder: Path, force: bool) -> Iterator[Path]:
     """A folder to fill, which gets the name ``folder`` afterwards, or goes away on an error."""
@@ -204,17 +194,7 @@ def _output(folder: Path, force: bool) -> Iterator[Path]:
             fresh = Path(scratch) / "new"
             fresh.mkdir()
             yield fresh
-            _place(fresh, folder, force)
+            place_folder(fresh, folder, force)
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or error
         raise OutputError(f"{folder} cannot be written ({why}): choose another --output or make room.") from error
-
-
-def _place(fresh: Path, folder: Path, force: bool) -> None:
-    if force:
-        swap_folder(fresh, folder)
-        return
-    try:
-        fresh.rename(folder)
-    except OSError as error:
-        raise folder_exists(folder) if folder.exists() else error from None

@@ -20,11 +20,10 @@ from pathlib import Path
 import torch
 
 from lynnc.errors import WeightError
-from lynnc.runtime.checkpoints.checkpoint import open_checkpoint
-from lynnc.runtime.checkpoints.recognise import recognise
-from lynnc.runtime.checkpoints.source import Source
+from lynnc.runtime.checkpoints.source import Source, open_source
+from lynnc.runtime.experts.expertspec import Kept
 from lynnc.runtime.weights.arrays import convert, part_arrays, part_matrix
-from lynnc.runtime.weights.assign import AssignedPart, Assignment, Kept, assign, largest_first, read_part
+from lynnc.runtime.weights.assign import AssignedPart, Assignment, PartReader, assign, largest_first
 from lynnc.runtime.weights.comparison import Sums, bits, compare
 from lynnc.runtime.weights.digests import matrix_digest, source_digest, weight_digest
 from lynnc.runtime.weights.matrix import Matrix, PlainMatrix
@@ -102,8 +101,7 @@ class _Found:
 def verify(checkpoint: Path, folder: Path, on_progress: Progress | None = None) -> Verification:
     """Compares every tensor; raises WeightError for the first one that is wrong."""
     packed = open_packed(folder)
-    opened = open_checkpoint(checkpoint)
-    with closing(Source(opened, recognise(opened), packed.spec)) as source:
+    with closing(open_source(checkpoint, packed.spec)) as source:
         assignment = assign(source, packed.spec, kept_experts(packed))
         found = _compare_all(source, packed, assignment, on_progress)
     if source_digest(found.digests) != packed.index.source.digest:
@@ -146,16 +144,12 @@ class _PartComparer:
     """Compares a part: its arrays with what they should be, and the values on both sides; runs in worker processes."""
 
     def __init__(self, source: Source, packed: Packed) -> None:
-        self._source, self._packed = source, packed
-        self._weight = ""
+        self._reader, self._packed = PartReader(source), packed
 
     def __call__(self, part: AssignedPart) -> _Compared:
         weight, located = part.weight, part.located
-        if weight.name != self._weight:
-            self._source.close()  # gives back the memory of what was read for the weight before
-            self._weight = weight.name
         name = located.tensors[0] if located.name in located.tensors[0] else f"{located.name} ({located.tensors[0]})"
-        matrix = read_part(self._source, part)
+        matrix = self._reader.read(part)
         arrays = self._packed.arrays(weight.name, part.expert if len(weight.shape) == 3 else None)
         _compare_arrays(part, convert(matrix, weight.format, name, self._packed.index.scale_search), arrays, name)
         is_exact, sums = compare(matrix, part_matrix(weight, arrays, part.first_row, part.row_count))
