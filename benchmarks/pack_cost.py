@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,8 +28,11 @@ from lynnc.build import build_graph
 from lynnc.ir import Format, Weight
 from lynnc.model import Mixer, ModelSpec
 from lynnc.modelfile import dump_model, load_model
+from lynnc.runtime.weights.quantise import quantise_nvfp4
 
 RUNS = 3
+MATRIX = (65536, 2048)
+"""What is quantised alone: a quarter of a gigabyte."""
 SHARD_BYTES = 4 << 30
 PACKAGES = ("lynnc", "torch", "safetensors", "numpy", "xxhash")
 
@@ -130,6 +134,19 @@ def measure(bench: Bench, made: Made, device: str, is_quick: bool) -> list[Recor
     ]
 
 
+def measure_quantising(bench: Bench, device: str) -> list[Record]:
+    """A matrix in memory, quantised by one thread of torch or by the GPU, without reading and writing."""
+    torch.set_num_threads(1)
+    values = torch.randn(MATRIX, device=device).bfloat16()
+    quantise_nvfp4(values)
+    rates = []
+    for _ in range(RUNS):
+        started = time.perf_counter()
+        float(quantise_nvfp4(values).words[-1, -1])  # waits for a GPU
+        rates.append(values.nbytes / (time.perf_counter() - started) / 1e9)
+    return [bench.record(f"quantising alone, one thread, {list(MATRIX)}", rates, "GB/s", "quantise_nvfp4")]
+
+
 @click.command()
 @click.option("--model", default="qwen3.6-35b-a3b", show_default=True, help="A shipped model, or a model file.")
 @click.option("--layers", type=click.IntRange(min=1), default=4, show_default=True, help="Layers to make, the first.")
@@ -149,7 +166,8 @@ def main(
         made = make_checkpoint(Path(scratch) / "checkpoint", spec)
         for device in devices:
             params = {"model": model, "layers": str(layers), "weights": "random, BF16", "device": named(device)}
-            records += measure(Bench(Path(scratch), params, PACKAGES), made, device, is_quick)
+            bench = Bench(Path(scratch), params, PACKAGES)
+            records += [*measure(bench, made, device, is_quick), *measure_quantising(bench, device)]
     report(records, output)
 
 
