@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from lynnc.builder import Builder
 from lynnc.feedforward import feed_forward
-from lynnc.ir import Add, Argmax, Dim, DType, Embed, Graph, LastRow, Linear, RmsNorm, Stage, T
+from lynnc.ir import Add, Advance, Argmax, Dim, DType, Embed, Graph, LastRow, Linear, RmsNorm, S, Stage, T
 from lynnc.mixers import MIXERS
 from lynnc.model import ModelSpec
 
@@ -33,6 +33,9 @@ def build_graph(spec: ModelSpec, rows: Dim = T) -> Graph:
         change = feed_forward(b, layer, _norm(b, layer, "post_attention", h))
         h = _residual(b, f"layers.{layer}.mlp_add", h, change, f"h.{layer + 1}")
     outputs = _head(b, h)
+    history = b.state("history", DType.I32, S)  # of the slots, so every program of a plan knows it
+    if rows != T:
+        outputs += _advance(b, outputs[-1], history)
     return Graph(
         model=spec.name,
         program="prefill" if rows == T else f"decode/{rows}",
@@ -60,7 +63,7 @@ def _residual(b: Builder, name: str, h: str, change: str, out: str) -> str:
     return out
 
 
-def _head(b: Builder, h: str) -> tuple[str, str]:
+def _head(b: Builder, h: str) -> tuple[str, ...]:
     """Final norm, vocabulary projection and greedy choice; prefill keeps only the last row."""
     spec = b.spec
     rows = b.rows
@@ -79,3 +82,10 @@ def _head(b: Builder, h: str) -> tuple[str, str]:
     following = b.tensor("next_token", DType.I32, 1, rows=rows)
     b.add(Argmax(name="argmax", logits=logits, out=following))
     return logits, following
+
+
+def _advance(b: Builder, token: str, history: str) -> tuple[str, ...]:
+    """What a decode step leaves for the next one, so that no host stands between two of them."""
+    following, start = (b.tensor(f"next_{name}", DType.I32, 1) for name in ("position", "start"))
+    b.add(Advance("advance", token, "position", "slot", history, following, start))
+    return following, start

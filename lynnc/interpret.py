@@ -345,6 +345,16 @@ def _argmax_final(run: _Run, op: ir.ArgmaxFinal) -> None:
     run.put(op.out, run.get(op.indices).gather(1, best))
 
 
+def _advance(run: _Run, op: ir.Advance) -> None:
+    history, positions = run.states[op.history], run.index(op.position)
+    following = torch.where(positions < 0, positions, positions + 1)
+    for token, at, slot in zip(run.index(op.token), following, run.index(op.slot), strict=True):
+        if 0 <= at < history.shape[1]:
+            history[slot, at] = token
+    run.put(op.following, following[:, None])
+    run.put(op.following_start, following[:, None])
+
+
 def _last_row(run: _Run, op: ir.LastRow) -> None:
     run.put(op.out, run.get(op.x)[-1:])
 
@@ -372,5 +382,6 @@ _MEANING: Mapping[type[Op], Callable[[_Run, Any], None]] = {
     ir.Argmax: _argmax,
     ir.ArgmaxPartial: _argmax_partial,
     ir.ArgmaxFinal: _argmax_final,
+    ir.Advance: _advance,
     ir.LastRow: _last_row,
 }

@@ -555,6 +555,22 @@ class ArgmaxFinal(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class Advance(Op):
+    """The inputs of a next step of one row for each sequence: the row's position + 1, a padding row's as it was.
+
+    ``history[slot, position + 1] = token`` keeps what was chosen, as far as the context reaches. token, position, slot,
+    following, following_start I32 [T, 1]; history I32 [S].
+    """
+
+    token: str = _read()
+    position: str = _read()
+    slot: str = _read()
+    history: str = _state()
+    following: str = _write()
+    following_start: str = _write()
+
+
+@dataclass(frozen=True, slots=True)
 class LastRow(Op):
     """``out[0] = x[T - 1]``: the row whose logits a prefill needs. x BF16 [T, D], out BF16 [1, D]."""
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from lynnc.dims import Dimension
 
-SCHEMA = 1
+SCHEMA = 2
 """Grows when plan.json changes; a plan of another schema is refused."""
 
 

@@ -1,13 +1,18 @@
-"""Embedding, norm, addition, last row and argmax against the interpreter."""
+"""Embedding, norm, addition, last row, argmax and what follows it against the interpreter."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import pytest
 import torch
 from harness import assert_close, op_graph, run_both
 
-from lynnc.ir import Add, Argmax, DType, Embed, Format, LastRow, Part, RmsNorm, T, Weight
+from lynnc.ir import Add, Advance, Argmax, DType, Embed, Format, LastRow, Part, RmsNorm, S, State, T, Weight
+from lynnc.passes import run_passes
 from lynnc.passes.split_argmax import split_argmax
+
+CONTEXT = 64
 
 FORMATS = (Format.NVFP4, Format.NVFP4_FP16, Format.FP8, Format.BF16)
 
@@ -75,3 +80,46 @@ def test_argmax_takes_the_lower_index_of_a_tie_and_never_nan(vocabulary: int) ->
     expected = torch.tensor([int(logits[0].argmax()), 5, int(logits[2, 1:].argmax()) + 1, 0])
     outcome = run_both(split_argmax(graph), {"logits": logits})
     assert outcome.kernels["next"][:, 0].tolist() == expected.tolist() == outcome.reference["next"][:, 0].tolist()
+
+
+@dataclass(frozen=True)
+class Going:
+    """Positions of four rows, each in a slot of its own, before a step in a context of ``CONTEXT``."""
+
+    label: str
+    vocabulary: int
+    without: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.label
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Going("one launch", 384), Going("two launches", 5000), Going("alone", 384, ("fuse_advance",))],
+    ids=str,
+)
+def test_a_row_goes_on_behind_its_token_and_padding_and_the_end_of_the_context_stay(case: Going) -> None:
+    rows = {name: (DType.I32, (4, 1)) for name in ("position", "slot", "next", "following", "begin")}
+    graph = op_graph(
+        Argmax("argmax", "logits", "next"),
+        Advance("advance", "next", "position", "slot", "history", "following", "begin"),
+        tensors={"logits": (DType.F32, (4, case.vocabulary)), **rows},
+        states=(State("history", DType.I32, (S,)),),
+        rows=4,
+        inputs=("logits", "position", "slot"),
+        outputs=("next", "following", "begin"),
+    )
+    graph = run_passes(graph, case.without)
+    assert ("advance" in [op.name for op in graph.ops]) == bool(case.without)
+    logits = torch.randn(4, case.vocabulary, generator=torch.Generator().manual_seed(1))
+    positions = torch.tensor([[0], [-1], [CONTEXT - 1], [5]], dtype=torch.int32)
+    slots = torch.tensor([[2], [0], [1], [3]], dtype=torch.int32)
+    outcome = run_both(graph, {"logits": logits, "position": positions, "slot": slots}, slots=4, context=CONTEXT)
+    token = logits.argmax(-1)
+    for values in (outcome.kernels, outcome.reference):
+        assert values["following"][:, 0].tolist() == values["begin"][:, 0].tolist() == [1, -1, CONTEXT, 6]
+    for states in (outcome.kernel_states, outcome.reference_states):
+        expected = torch.zeros(4, CONTEXT, dtype=torch.int32)
+        expected[2, 1], expected[3, 6] = token[0], token[3]
+        assert torch.equal(states["history"], expected)

@@ -1,4 +1,4 @@
-"""Kernels of ops that move or compare values: embedding, norm, addition, argmax."""
+"""Kernels of ops that move or add values: embedding, norm, addition, last row."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from lynnc.ir import Add, Argmax, ArgmaxFinal, ArgmaxPartial, Dim, Embed, Graph, LastRow, Op, RmsNorm
+from lynnc.ir import Add, Dim, Embed, Graph, LastRow, Op, RmsNorm
 from lynnc.kernels.kernel import (
     FORMAT_CODE,
     Binding,
@@ -30,10 +30,10 @@ from lynnc.target import Target
 Bind = Callable[[Graph, Any, Knobs], Binding]
 
 
-def _kernel(
-    name: str, op: type[Op], bind: Bind, problem: Callable[[Graph, Any], Problem], block: Mapping[str, int]
+def simple_kernel(
+    name: str, patterns: tuple[str, ...], bind: Bind, problem: Callable[[Graph, Any], Problem], block: Mapping[str, int]
 ) -> Kernel:
-    """A kernel of one op whose knobs are a block size (name and default in ``block``) and warps."""
+    """A kernel for any program whose knobs are a block size (name and default in ``block``) and warps."""
     defaults = {**block, "num_warps": 4, "num_stages": 1}
 
     def default(problem: Problem, target: Target) -> Knobs:
@@ -46,7 +46,7 @@ def _kernel(
     }
     return Kernel(
         name=name,
-        patterns=(op.__name__,),
+        patterns=patterns,
         family=Family.ANY,
         space=MappingProxyType(space),
         default=default,
@@ -55,7 +55,8 @@ def _kernel(
     )
 
 
-def _rows(graph: Graph, tensor: str) -> Dim:
+def rows_of(graph: Graph, tensor: str) -> Dim:
+    """Rows of a tensor: one program each, for most of these kernels."""
     return graph.tensors[tensor].shape[0]
 
 
@@ -74,7 +75,7 @@ def _bind_embed(graph: Graph, op: Embed, knobs: Knobs) -> Binding:
         "PART_ROWS": part_rows(table),
         "BLOCK_D": block,
     }
-    return Binding(args, constants, (_rows(graph, op.out), ceil_div(table.columns, block), 1))
+    return Binding(args, constants, (rows_of(graph, op.out), ceil_div(table.columns, block), 1))
 
 
 def _embed_problem(graph: Graph, op: Embed) -> Problem:
@@ -91,11 +92,11 @@ def _bind_rms_norm(graph: Graph, op: RmsNorm, knobs: Knobs) -> Binding:
         value_arg("x_stride", place.stride),
     )
     constants = {"D": width, "EPS": op.eps, "SHIFT": int(op.shifted), "BLOCK_D": next_power_of_two(width)}
-    return Binding(args, constants, (_rows(graph, op.out), 1, 1))
+    return Binding(args, constants, (rows_of(graph, op.out), 1, 1))
 
 
 def _bind_add(graph: Graph, op: Add, knobs: Knobs) -> Binding:
-    total = _rows(graph, op.out) * graph.tensors[op.out].width
+    total = rows_of(graph, op.out) * graph.tensors[op.out].width
     args = (
         tensor_arg(graph, "a", op.a),
         tensor_arg(graph, "b", op.b),
@@ -105,44 +106,17 @@ def _bind_add(graph: Graph, op: Add, knobs: Knobs) -> Binding:
     return Binding(args, {"BLOCK": knobs["BLOCK"]}, (ceil_div(total, knobs["BLOCK"]), 1, 1))
 
 
-def _bind_argmax(graph: Graph, op: Argmax, knobs: Knobs) -> Binding:
-    width = graph.tensors[op.logits].width
-    args = (tensor_arg(graph, "logits", op.logits), tensor_arg(graph, "out", op.out))
-    block = min(knobs["BLOCK"], next_power_of_two(width))
-    return Binding(args, {"V": width, "BLOCK": block}, (_rows(graph, op.out), 1, 1))
-
-
-def _bind_argmax_partial(graph: Graph, op: ArgmaxPartial, knobs: Knobs) -> Binding:
-    args = (
-        tensor_arg(graph, "logits", op.logits),
-        tensor_arg(graph, "values", op.values),
-        tensor_arg(graph, "indices", op.indices),
-    )
-    constants = {"V": graph.tensors[op.logits].width, "BLOCK": op.block}
-    return Binding(args, constants, (_rows(graph, op.values), graph.tensors[op.values].width, 1))
-
-
-def _bind_argmax_final(graph: Graph, op: ArgmaxFinal, knobs: Knobs) -> Binding:
-    blocks = graph.tensors[op.values].width
-    args = (
-        tensor_arg(graph, "values", op.values),
-        tensor_arg(graph, "indices", op.indices),
-        tensor_arg(graph, "out", op.out),
-    )
-    return Binding(args, {"BLOCKS": blocks, "BLOCK": next_power_of_two(blocks)}, (_rows(graph, op.out), 1, 1))
-
-
 def _bind_last_row(graph: Graph, op: LastRow, knobs: Knobs) -> Binding:
     width = graph.tensors[op.x].width
     args = (
         tensor_arg(graph, "x", op.x),
         tensor_arg(graph, "out", op.out),
-        value_arg("rows", _rows(graph, op.x)),
+        value_arg("rows", rows_of(graph, op.x)),
     )
     return Binding(args, {"D": width, "BLOCK": knobs["BLOCK"]}, (ceil_div(width, knobs["BLOCK"]), 1, 1))
 
 
-def _width_of(field: str) -> Callable[[Graph, Op], Problem]:
+def width_of(field: str) -> Callable[[Graph, Op], Problem]:
     """The problem of a kernel that only the width of one tensor decides."""
 
     def problem(graph: Graph, op: Op) -> Problem:
@@ -152,11 +126,8 @@ def _width_of(field: str) -> Callable[[Graph, Op], Problem]:
 
 
 KERNELS: tuple[Kernel, ...] = (
-    _kernel("embed", Embed, _bind_embed, _embed_problem, {"BLOCK_D": 512}),
-    _kernel("rms_norm", RmsNorm, _bind_rms_norm, _width_of("x"), {}),
-    _kernel("add", Add, _bind_add, _width_of("out"), {"BLOCK": 1024}),
-    _kernel("argmax", Argmax, _bind_argmax, _width_of("logits"), {"BLOCK": 2048}),
-    _kernel("argmax_partial", ArgmaxPartial, _bind_argmax_partial, _width_of("logits"), {}),
-    _kernel("argmax_final", ArgmaxFinal, _bind_argmax_final, _width_of("values"), {}),
-    _kernel("last_row", LastRow, _bind_last_row, _width_of("x"), {"BLOCK": 1024}),
+    simple_kernel("embed", ("Embed",), _bind_embed, _embed_problem, {"BLOCK_D": 512}),
+    simple_kernel("rms_norm", ("RmsNorm",), _bind_rms_norm, width_of("x"), {}),
+    simple_kernel("add", ("Add",), _bind_add, width_of("out"), {"BLOCK": 1024}),
+    simple_kernel("last_row", ("LastRow",), _bind_last_row, width_of("x"), {"BLOCK": 1024}),
 )

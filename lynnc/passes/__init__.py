@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from lynnc.errors import OptionError
 from lynnc.ir import Graph, Stage
+from lynnc.passes.fuse_advance import fuse_advance
 from lynnc.passes.fuse_attention import fuse_attention
 from lynnc.passes.fuse_experts_down import fuse_experts_down
 from lynnc.passes.fuse_experts_up import fuse_experts_up
@@ -48,6 +49,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(fuse_projections, in_prefill=True),
     Pass(split_attention, in_prefill=False),
     Pass(split_argmax, in_prefill=True),
+    Pass(fuse_advance, in_prefill=False),
     Pass(fuse_gdn, in_prefill=False),
     Pass(fuse_attention, in_prefill=False),
     Pass(fuse_output_gate, in_prefill=False),
