@@ -28,6 +28,7 @@ from lynnc.model import ModelSpec
 from lynnc.modelfile import dump_model
 from lynnc.passes import check_pass_names, run_passes
 from lynnc.plan import KernelEntry, Options, Plan, StateEntry
+from lynnc.planfile import kernel_file
 from lynnc.programs import program_rows
 from lynnc.records import Records, load_records
 from lynnc.store import Store
@@ -102,18 +103,13 @@ def compile_model(
     for key, call in sorted(calls.items()):
         kernels[key] = replace(call.entry, artifact=_public_facts(artifacts[key]))
         files.update(_kernel_files(call, artifacts[key], request.with_ptx))
-    plan = _plan(spec, request, lowered, kernels, files)
+    plan = assemble_plan(spec, request, lowered, kernels, files)
     return Compiled(plan, files, {name: graph for name, (graph, _) in lowered.items()})
 
 
 def plan_name(spec: ModelSpec, request: Request) -> str:
     """``MODEL.DEVICE``, or ``MODEL.TARGET`` where no device was named."""
     return f"{spec.name}.{request.device.name if request.device else request.target.name}"
-
-
-def kernel_file(entry: KernelEntry, suffix: str) -> str:
-    """Relative path of one of a kernel's files: ``cubin``, ``py`` (rendered source) or ``ptx``."""
-    return f"kernels/{entry.name}-{entry.key[:16]}.{suffix}"
 
 
 def _public_facts(artifact: Artifact) -> Mapping[str, object]:
@@ -130,13 +126,14 @@ def _kernel_files(call: KernelCall, artifact: Artifact, with_ptx: bool) -> dict[
     return found
 
 
-def _plan(
+def assemble_plan(
     spec: ModelSpec,
     request: Request,
     lowered: Mapping[str, tuple[Graph, Lowered]],
     kernels: Mapping[str, KernelEntry],
     files: Mapping[str, bytes],
 ) -> Plan:
+    """The plan of programs that are lowered; ``kernels`` are by key, ``files`` the contents of the folder."""
     graph = next(iter(lowered.values()))[0]
     states = graph.states.values()
     tools = find_tools()

@@ -41,3 +41,9 @@ class OutputError(LynncError):
 
 class WeightError(LynncError):
     """A checkpoint or packed folder that is missing, damaged, contradictory or not understood."""
+
+
+class DeviceError(LynncError):
+    """A GPU that is missing, lost or too small, or a launch that it refused."""
+
+    exit_code = 1

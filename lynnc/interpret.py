@@ -56,7 +56,7 @@ def interpret(
     graph: Graph, weights: Weights, states: dict[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Runs every op in order; see the module's docstring. ``inputs`` holds I32 [T, 1] tensors by name."""
-    run = _Run(graph, weights, states, rows=inputs["token"].shape[0])
+    run = Run(graph, weights, states, rows=inputs["token"].shape[0])
     for name in graph.inputs:
         run.put(name, inputs[name])
     for op in graph.ops:
@@ -64,14 +64,14 @@ def interpret(
     return {name: run.get(name) for name in run.written}
 
 
-def run_op(run: _Run, op: Op) -> None:
+def run_op(run: Run, op: Op) -> None:
     """Runs one op, or the body of a fused one."""
     for inner in ir.primitive_ops(op):
         _MEANING[type(inner)](run, inner)
 
 
 @dataclass(slots=True)
-class _Run:
+class Run:
     """Values while a graph runs; a view reads and writes the memory of its base."""
 
     graph: Graph
@@ -96,6 +96,7 @@ class _Run:
         return self._view(name)
 
     def f32(self, name: str) -> torch.Tensor:
+        """The tensor as FP32."""
         return self._view(name).float()
 
     def flat(self, name: str) -> torch.Tensor:
@@ -122,30 +123,30 @@ def _rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
-def _embed(run: _Run, op: ir.Embed) -> None:
+def _embed(run: Run, op: ir.Embed) -> None:
     run.put(op.out, run.weights[op.table][run.index(op.token)])
 
 
-def _rms_norm(run: _Run, op: ir.RmsNorm) -> None:
+def _rms_norm(run: Run, op: ir.RmsNorm) -> None:
     weight = run.weights[op.weight] + (1.0 if op.shifted else 0.0)
     run.put(op.out, _rms(run.f32(op.x), op.eps) * weight)
 
 
-def _linear(run: _Run, op: ir.Linear) -> None:
+def _linear(run: Run, op: ir.Linear) -> None:
     width = run.graph.tensors[op.out].width
     run.put(op.out, run.flat(op.x) @ run.weights[op.weight][op.first_row : op.first_row + width].T)
 
 
-def _add(run: _Run, op: ir.Add) -> None:
+def _add(run: Run, op: ir.Add) -> None:
     run.put(op.out, bf16(run.f32(op.a)) + bf16(run.f32(op.b)))
 
 
-def _silu_mul(run: _Run, op: ir.SiluMul) -> None:
+def _silu_mul(run: Run, op: ir.SiluMul) -> None:
     gate, up = run.f32(op.x).chunk(2, dim=-1)
     run.put(op.out, bf16(F.silu(gate)) * up)
 
 
-def _causal_conv(run: _Run, op: ir.CausalConv) -> None:
+def _causal_conv(run: Run, op: ir.CausalConv) -> None:
     x, weight, state = run.f32(op.x), run.weights[op.weight], run.states[op.state]
     outs = []
     for row, (position, slot) in enumerate(_positions(run, op)):
@@ -162,16 +163,16 @@ def _causal_conv(run: _Run, op: ir.CausalConv) -> None:
     run.put(op.out, torch.stack(outs))
 
 
-def _positions(run: _Run, op: Any) -> list[tuple[int, int]]:
+def _positions(run: Run, op: Any) -> list[tuple[int, int]]:
     return list(zip(run.index(op.position).tolist(), run.index(op.slot).tolist(), strict=True))
 
 
-def _delta_gates(run: _Run, op: ir.DeltaGates) -> None:
+def _delta_gates(run: Run, op: ir.DeltaGates) -> None:
     run.put(op.beta, torch.sigmoid(run.f32(op.b)))
     run.put(op.g, -run.weights[op.a_log].exp() * F.softplus(run.f32(op.a) + run.weights[op.dt_bias]))
 
 
-def _gated_delta(run: _Run, op: ir.GatedDelta) -> None:
+def _gated_delta(run: Run, op: ir.GatedDelta) -> None:
     key_width = op.key_heads * op.key_dim
     q, k, v = run.f32(op.qkv).split([key_width, key_width, op.value_heads * op.value_dim], dim=-1)
     repeat = op.value_heads // op.key_heads
@@ -196,13 +197,13 @@ def _l2(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def _gated_norm(run: _Run, op: ir.GatedNorm) -> None:
+def _gated_norm(run: Run, op: ir.GatedNorm) -> None:
     x = run.f32(op.x)
     normed = bf16(bf16(_rms(x, op.eps)) * run.weights[op.weight])
     run.put(op.out, normed.flatten(1) * F.silu(run.flat(op.z)))
 
 
-def _head_norm_rope(run: _Run, op: ir.HeadNormRope) -> None:
+def _head_norm_rope(run: Run, op: ir.HeadNormRope) -> None:
     heads = run.f32(op.x).unflatten(1, [op.heads, op.head_stride])[:, :, : op.head_dim]
     x = bf16(_rms(heads, op.eps) * (run.weights[op.weight] + (1.0 if op.shifted else 0.0)))
     half = op.rotary_dim // 2
@@ -214,7 +215,7 @@ def _head_norm_rope(run: _Run, op: ir.HeadNormRope) -> None:
     run.put(op.out, rotated)
 
 
-def _cache_append(run: _Run, op: ir.CacheAppend) -> None:
+def _cache_append(run: Run, op: ir.CacheAppend) -> None:
     k, v = run.get(op.k), run.get(op.v).unflatten(1, [op.kv_heads, op.head_dim])
     for row, (position, slot) in enumerate(_positions(run, op)):
         if position >= 0:
@@ -222,7 +223,7 @@ def _cache_append(run: _Run, op: ir.CacheAppend) -> None:
             run.states[op.v_cache][slot, :, position] = v[row]
 
 
-def _attention(run: _Run, op: ir.Attention) -> None:
+def _attention(run: Run, op: ir.Attention) -> None:
     q = run.f32(op.q)
     outs = []
     for row, (position, slot) in enumerate(_positions(run, op)):
@@ -232,7 +233,7 @@ def _attention(run: _Run, op: ir.Attention) -> None:
     run.put(op.out, torch.stack(outs))
 
 
-def _cached(run: _Run, op: Any, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _cached(run: Run, op: Any, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of the first ``length`` positions, FP32 [heads, length, head_dim]; zeros for a padded row."""
     repeat = op.heads // op.kv_heads
     caches = (run.states[name][slot, :, : max(length, 1)].float() for name in (op.k_cache, op.v_cache))
@@ -246,7 +247,7 @@ def _run_of_tiles(op: Any, position: int) -> int:
     return -(-tiles // int(op.splits)) * int(op.tile)
 
 
-def _attention_partial(run: _Run, op: ir.AttentionPartial) -> None:
+def _attention_partial(run: Run, op: ir.AttentionPartial) -> None:
     q = run.f32(op.q)
     partial = run.get(op.partial)
     for row, (position, slot) in enumerate(_positions(run, op)):
@@ -267,7 +268,7 @@ def _attention_partial(run: _Run, op: ir.AttentionPartial) -> None:
     run.written[op.partial] = None
 
 
-def _attention_combine(run: _Run, op: ir.AttentionCombine) -> None:
+def _attention_combine(run: Run, op: ir.AttentionCombine) -> None:
     partial = run.get(op.partial)
     outs = []
     for row, position in enumerate(run.index(op.position).tolist()):
@@ -282,12 +283,12 @@ def _attention_combine(run: _Run, op: ir.AttentionCombine) -> None:
     run.put(op.out, torch.stack(outs))
 
 
-def _output_gate(run: _Run, op: ir.OutputGate) -> None:
+def _output_gate(run: Run, op: ir.OutputGate) -> None:
     gate = run.f32(op.gate).unflatten(1, [op.heads, op.stride])[:, :, op.offset : op.offset + op.head_dim]
     run.put(op.out, run.f32(op.x) * bf16(torch.sigmoid(gate)))
 
 
-def _top_k(run: _Run, op: ir.TopK) -> None:
+def _top_k(run: Run, op: ir.TopK) -> None:
     logits = run.f32(op.logits)
     logits = torch.where(logits.isnan(), -torch.inf, logits)
     order = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, : op.k]
@@ -304,7 +305,7 @@ def _sum_or_one(x: torch.Tensor) -> torch.Tensor:
     return torch.where(total > 0, total, torch.ones_like(total))
 
 
-def _expert_linear(run: _Run, op: ir.ExpertLinear) -> None:
+def _expert_linear(run: Run, op: ir.ExpertLinear) -> None:
     x, ids, weight = run.f32(op.x), run.get(op.ids).long(), run.weights[op.weight]
     slots = ids.shape[1]
     if x.dim() == 2:
@@ -313,7 +314,7 @@ def _expert_linear(run: _Run, op: ir.ExpertLinear) -> None:
     run.put(op.out, torch.stack(rows))
 
 
-def _combine(run: _Run, op: ir.Combine) -> None:
+def _combine(run: Run, op: ir.Combine) -> None:
     x, scores = run.f32(op.x), run.f32(op.scores)
     total = torch.zeros_like(x[:, 0])
     for slot in range(x.shape[1]):
@@ -321,16 +322,16 @@ def _combine(run: _Run, op: ir.Combine) -> None:
     run.put(op.out, total)
 
 
-def _shared_add(run: _Run, op: ir.SharedAdd) -> None:
+def _shared_add(run: Run, op: ir.SharedAdd) -> None:
     run.put(op.out, run.f32(op.experts) + torch.sigmoid(run.f32(op.gate)) * run.f32(op.shared))
 
 
-def _argmax(run: _Run, op: ir.Argmax) -> None:
+def _argmax(run: Run, op: ir.Argmax) -> None:
     logits = run.f32(op.logits)
     run.put(op.out, torch.where(logits.isnan(), -torch.inf, logits).argmax(-1, keepdim=True))
 
 
-def _argmax_partial(run: _Run, op: ir.ArgmaxPartial) -> None:
+def _argmax_partial(run: Run, op: ir.ArgmaxPartial) -> None:
     logits = run.f32(op.logits)
     blocks = run.graph.tensors[op.values].width
     padded = torch.full((logits.shape[0], blocks * op.block), -torch.inf)
@@ -340,12 +341,12 @@ def _argmax_partial(run: _Run, op: ir.ArgmaxPartial) -> None:
     run.put(op.indices, where + torch.arange(blocks) * op.block)
 
 
-def _argmax_final(run: _Run, op: ir.ArgmaxFinal) -> None:
+def _argmax_final(run: Run, op: ir.ArgmaxFinal) -> None:
     best = run.f32(op.values).argmax(-1, keepdim=True)
     run.put(op.out, run.get(op.indices).gather(1, best))
 
 
-def _advance(run: _Run, op: ir.Advance) -> None:
+def _advance(run: Run, op: ir.Advance) -> None:
     history, positions = run.states[op.history], run.index(op.position)
     following = torch.where(positions < 0, positions, positions + 1)
     for token, at, slot in zip(run.index(op.token), following, run.index(op.slot), strict=True):
@@ -355,11 +356,11 @@ def _advance(run: _Run, op: ir.Advance) -> None:
     run.put(op.following_start, following[:, None])
 
 
-def _last_row(run: _Run, op: ir.LastRow) -> None:
+def _last_row(run: Run, op: ir.LastRow) -> None:
     run.put(op.out, run.get(op.x)[-1:])
 
 
-_MEANING: Mapping[type[Op], Callable[[_Run, Any], None]] = {
+_MEANING: Mapping[type[Op], Callable[[Run, Any], None]] = {
     ir.Embed: _embed,
     ir.RmsNorm: _rms_norm,
     ir.Linear: _linear,

@@ -19,7 +19,7 @@ from lynnc.artifact import digest
 from lynnc.errors import OutputError, PlanError
 from lynnc.jsonform import decode, encode, shallow
 from lynnc.outputfolder import check_folder, folder_exists, settled, swap_folder
-from lynnc.plan import SCHEMA, Plan
+from lynnc.plan import SCHEMA, KernelEntry, Plan
 
 PLAN_FILE = "plan.json"
 TEXT_DEPTH = 4
@@ -96,6 +96,11 @@ def _place(fresh: Path, folder: Path, text: bytes) -> None:
             if (folder / PLAN_FILE).read_bytes() == text:
                 return
         raise folder_exists(folder) from error
+
+
+def kernel_file(entry: KernelEntry, suffix: str) -> str:
+    """Relative path of one of a kernel's files: ``cubin``, ``py`` (rendered source) or ``ptx``."""
+    return f"kernels/{entry.name}-{entry.key[:16]}.{suffix}"
 
 
 def load_plan(folder: str | os.PathLike[str], arch: str | None = None) -> Plan:

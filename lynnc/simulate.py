@@ -33,7 +33,7 @@ Packed = Mapping[tuple[str, str], torch.Tensor]
 """Arrays of the packed weights by weight name and array (data, scale, global)."""
 
 _TORCH = {"bf16": torch.bfloat16, "f32": torch.float32, "i32": torch.int32}
-_VIEW = {
+POINTER_DTYPE = {
     "*i64": torch.int64,
     "*i32": torch.int32,
     "*u8": torch.uint8,
@@ -41,6 +41,7 @@ _VIEW = {
     "*fp16": torch.float16,
     "*fp32": torch.float32,
 }
+"""What a kernel's pointer of each type points to."""
 POISON = 0xFF
 """Byte that fresh workspace holds: a NaN in FP32 and BF16 pairs, so a value that nothing wrote shows."""
 
@@ -77,18 +78,18 @@ class Simulator:
             entry = self.kernels[launch.kernel]
             grid = tuple(evaluate(size, rows, self.context) for size in launch.grid)
             args = {arg.parameter: self._value(arg, memory, rows) for arg in launch.args}
-            self._function(entry)[grid](**args, **entry.constants, **self._launch_options(entry))
+            self.function(entry)[grid](**args, **entry.constants, **self._launch_options(entry))
         return {place.name: memory.typed(place.name) for place in program.tensors}
 
     def _value(self, arg: Argument, memory: _Memory, rows: int) -> Any:
         if arg.kind == "value":
             return evaluate(arg.value, rows, self.context)
         if arg.kind == "null":
-            return torch.zeros(1, dtype=_VIEW[arg.type], device=self.device)
+            return torch.zeros(1, dtype=POINTER_DTYPE[arg.type], device=self.device)
         if arg.kind == "tensor":
-            return memory.raw(arg.name).view(_VIEW[arg.type])
+            return memory.raw(arg.name).view(POINTER_DTYPE[arg.type])
         found = self.weights[arg.name, arg.array] if arg.kind == "weight" else self.states[arg.name]
-        return found.reshape(-1).view(_VIEW[arg.type])
+        return found.reshape(-1).view(POINTER_DTYPE[arg.type])
 
     def _launch_options(self, entry: KernelEntry) -> dict[str, object]:
         if self.device == "cpu":
@@ -102,7 +103,8 @@ class Simulator:
             "enable_fp_fusion": True,
         }
 
-    def _function(self, entry: KernelEntry) -> Any:
+    def function(self, entry: KernelEntry) -> Any:
+        """A kernel's function for this device: Triton's object that a grid and arguments start."""
         if entry.key not in self._functions:
             structure = dict(entry.structure)
             if self.device == "cpu":

@@ -64,7 +64,14 @@ def rendered_sources() -> dict[str, str]:
     """The first source of each template over the tiny models, fused and not."""
     found: dict[str, str] = {}
     unfused = Options(
-        without=("fuse_advance", "fuse_gdn", "fuse_attention", "fuse_output_gate", "fuse_experts_up", "fuse_experts_down")
+        without=(
+            "fuse_advance",
+            "fuse_gdn",
+            "fuse_attention",
+            "fuse_output_gate",
+            "fuse_experts_up",
+            "fuse_experts_down",
+        )
     )
     for model in ("tiny-moe", "tiny-dense"):
         for options in (Options(), unfused):

@@ -26,11 +26,12 @@ from lynnc.cli.parameters import (
 )
 from lynnc.cli.subject import Subject, find_subject, is_plan
 from lynnc.compile import KernelSource, compile_kernels
-from lynnc.compiler import fused_graph, kernel_file, model_graph
+from lynnc.compiler import fused_graph, model_graph
 from lynnc.errors import OptionError, PlanError
 from lynnc.ir import Graph, Op
 from lynnc.lower import lower
 from lynnc.plan import KernelEntry, Plan, Program
+from lynnc.planfile import kernel_file
 from lynnc.records import Records, load_records
 from lynnc.store import Store
 from lynnc.target import find_target

@@ -1,0 +1,159 @@
+"""Runs a step of a loaded plan and the interpreter side by side, launch by launch, and says where they part.
+
+In: an executor and the tokens of a decode step. Out: an ``Agreement`` for each launch. Each launch starts from what the
+GPU has in memory, so an error counts for the launch that makes it and for no later one. Needs torch; the graph is built
+again from the plan's model and options, so the plan must have been compiled by this version of lynnc.
+
+Example::
+
+    found = compare_step(executor, [7, 8], until="layers.3.experts_up")
+    first_difference(found)         # None, or Agreement(op="layers.1.gdn_step", tensor="layers.1.o", rms=0.4, ...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lynnc.compiler import fused_graph
+from lynnc.errors import OptionError, PlanError
+from lynnc.fields import Place
+from lynnc.interpret import TORCH_DTYPE, Run, run_op
+from lynnc.ir import DType, Op, Weight
+from lynnc.modelshape import from_dict
+from lynnc.planfile import PLAN_FILE
+from lynnc.runtime.executor import Executor
+from lynnc.runtime.rows import rows_of
+from lynnc.runtime.tensors import DeviceTensor
+from lynnc.runtime.weights.arrays import PackedWeight, unpack_weight
+
+LIMIT = 2e-2
+"""RMS error over the RMS of the interpreter's values; a launch with BF16 results stays well below."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """One tensor or state after a launch: largest and RMS difference, both over the RMS of the interpreter's values."""
+
+    op: str
+    tensor: str
+    max: float
+    rms: float
+    limit: float
+
+    @property
+    def is_close(self) -> bool:
+        """Whether the difference is within the limit; NaN is not."""
+        return self.rms <= self.limit
+
+
+def first_difference(found: Sequence[Agreement]) -> Agreement | None:
+    """The first tensor that is not close."""
+    return next((item for item in found if not item.is_close), None)
+
+
+def compare_step(
+    executor: Executor, tokens: Sequence[int], until: str | None = None, limit: float | None = None
+) -> list[Agreement]:
+    """One decode step of ``tokens``, which slot 0's sequence goes on with, up to the launch ``until``.
+
+    The executor's states are those of the step afterwards. OptionError if the program has no such launch.
+    """
+    comparison = Comparison(executor, len(tokens), LIMIT if limit is None else limit)
+    names = [op.name for op in comparison.graph.ops]
+    if until is not None and until not in names:
+        raise OptionError(f"{comparison.program.name} has no launch {until}: it has {', '.join(names)}.")
+    return list(comparison.run(tokens, until))
+
+
+class Comparison:
+    """The graph of a decode program, and the values that both sides start each launch from."""
+
+    def __init__(self, executor: Executor, rows: int, limit: float) -> None:
+        self.executor, self.limit, self.rows = executor, limit, rows
+        plan = executor.plan
+        self.program = executor.program(f"decode/{rows}")
+        spec = from_dict(plan.model, Place(PLAN_FILE, "model"))
+        self.graph = fused_graph(spec, self.program.name, plan.options.without)
+        if [op.name for op in self.graph.ops] != [launch.op for launch in self.program.launches]:
+            raise PlanError(f"{plan.name} was compiled by another lynnc ({plan.lynnc}): compile the plan again.")
+
+    def run(self, tokens: Sequence[int], until: str | None) -> Iterator[Agreement]:
+        """Launches in order, each followed by its comparison."""
+        executor = self.executor
+        executor.memory.write_rows(rows_of(tokens, executor.lengths[0]))
+        executor.forget_ready()
+        for op, call in zip(self.graph.ops, executor.calls(self.program, self.rows), strict=True):
+            inside = self._before(op)
+            executor.device.launch([call])
+            run_op(inside, op)
+            yield from self._after(op, inside)
+            if op.name == until:
+                return
+
+    def _before(self, op: Op) -> Run:
+        """What the launch reads, as it lies in GPU memory."""
+        states = {name: self._read_state(name) for name in op.names("state")}
+        weights = {name: self._values(self.graph.weights[name]) for name in op.names("weight")}
+        run = Run(self.graph, weights, states, self.rows)
+        for name in dict.fromkeys(op.reads):
+            run.put(name, self._read(name))
+        return run
+
+    def _after(self, op: Op, run: Run) -> Iterator[Agreement]:
+        for name in dict.fromkeys(op.writes):
+            yield self._agreement(op.name, name, self._read(name), run.get(name))
+        for name in op.names("state"):
+            yield self._agreement(op.name, name, self._read_state(name), run.states[name])
+
+    def _agreement(self, op: str, name: str, found: torch.Tensor, expected: torch.Tensor) -> Agreement:
+        found, expected = found.double(), expected.double()
+        # Memory that neither side wrote may hold anything: the same bits there are no difference.
+        difference = torch.where(found == expected, 0.0, found - expected)
+        both = found.isnan() & expected.isnan()
+        difference = torch.where(both, 0.0, difference)
+        finite = expected[expected.isfinite()]
+        scale = float(finite.square().mean().sqrt()) if finite.numel() else 1.0
+        scale = scale if scale > 0 else 1.0
+        largest, rms = float(difference.abs().max()), float(difference.square().mean().sqrt())
+        return Agreement(op, name, largest / scale, rms / scale, self.limit)
+
+    def _read(self, name: str) -> torch.Tensor:
+        """A tensor, or the columns of its base that it is a view of."""
+        tensor = self.graph.tensors[name]
+        base = self.graph.tensors[tensor.base or name]
+        address = self.executor.memory.addresses.of(self.program)[base.name]
+        rows = base.shape[0] if isinstance(base.shape[0], int) else self.rows
+        whole = self._download(address, base.dtype, (int(rows), base.width))
+        columns = whole[:, tensor.offset : tensor.offset + tensor.width]
+        shaped: torch.Tensor = columns.unflatten(1, [int(size) for size in tensor.shape[1:]])
+        return shaped
+
+    def _read_state(self, name: str) -> torch.Tensor:
+        tensor = self.executor.tensor(name)
+        return self._download(tensor.address, DType(tensor.dtype), tensor.shape)
+
+    def _download(self, address: int, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
+        values = DeviceTensor("", dtype.value, shape, address, self.executor.device).read()
+        return torch.frombuffer(values, dtype=TORCH_DTYPE[dtype]).reshape(shape)
+
+    def _values(self, weight: Weight) -> torch.Tensor:
+        """FP32 values of a weight from its arrays in GPU memory."""
+        arrays: dict[str, torch.Tensor] = {}
+        for array in self.executor.plan.weights[weight.name].arrays:
+            address = self.executor.memory.addresses.weights[weight.name, array.array]
+            data = bytearray(array.bytes)
+            self.executor.memory.read_into(data, address)
+            arrays[array.array] = torch.frombuffer(data, dtype=_STORED[array.dtype]).reshape(array.shape)
+        return unpack_weight(PackedWeight(weight, arrays))
+
+
+_STORED: Mapping[str, torch.dtype] = {
+    "i64": torch.int64,
+    "u8": torch.uint8,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "f32": torch.float32,
+}

@@ -1,0 +1,288 @@
+"""A GPU through the CUDA driver, by ``cuda-bindings``; neither torch nor Triton is needed.
+
+In: a device's number. Out: a ``CudaDevice``. It uses the device's primary context, which torch uses too, so tensors of
+either are good for the other.
+
+Example::
+
+    device = open_device(0)
+    device.facts.name                                   # "NVIDIA H200"
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lynnc.artifact import Parameter
+from lynnc.errors import DeviceError, PlanError
+from lynnc.plan import KernelEntry
+from lynnc.runtime.device import Call, DeviceFacts, KernelFacts
+from lynnc.runtime.drivercalls import check, driver
+
+DEFAULT_SHARED_BYTES = 48 * 1024
+"""Dynamic shared memory of a block that needs no leave."""
+
+
+def open_device(number: int = 0, debug: bool = False) -> CudaDevice:
+    """The GPU of that number; DeviceError if there is no driver or no such GPU.
+
+    ``debug`` waits after every launch, so that a failure names the launch that failed.
+    """
+    cuda = driver()
+    check(cuda.cuInit(0), "starting the CUDA driver")
+    (count,) = check(cuda.cuDeviceGetCount(), "counting GPUs")
+    if not 0 <= number < count:
+        raise DeviceError(f"There is no GPU {number}: the driver shows {count}; choose another --gpu.")
+    (handle,) = check(cuda.cuDeviceGet(number), f"opening GPU {number}")
+    (context,) = check(cuda.cuDevicePrimaryCtxRetain(handle), f"opening GPU {number}")
+    check(cuda.cuCtxSetCurrent(context), f"opening GPU {number}")
+    (stream,) = check(cuda.cuStreamCreate(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING), "making a stream")
+    return CudaDevice(_facts(handle), handle, context, stream, debug)
+
+
+def _facts(handle: Any) -> DeviceFacts:
+    cuda, names = driver(), driver().CUdevice_attribute
+
+    def attribute(which: Any) -> int:
+        return int(check(cuda.cuDeviceGetAttribute(which, handle), "asking the GPU")[0])
+
+    major = attribute(names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
+    minor = attribute(names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+    version = int(check(cuda.cuDriverGetVersion(), "asking the driver")[0])
+    name = check(cuda.cuDeviceGetName(256, handle), "asking the GPU")[0]
+    return DeviceFacts(
+        name=name.split(b"\0")[0].decode(errors="replace"),
+        capability=10 * major + minor,
+        sm_count=attribute(names.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
+        memory_bytes=int(check(cuda.cuDeviceTotalMem(handle), "asking the GPU")[0]),
+        l2_bytes=attribute(names.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE),
+        driver=f"{version // 1000}.{version % 1000 // 10}",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedMemory:
+    """Pinned memory of the host; the GPU reads and writes it at the same address."""
+
+    address: int
+    size: int
+
+    @property
+    def view(self) -> memoryview:
+        """Its bytes."""
+        return memoryview((ctypes.c_char * self.size).from_address(self.address)).cast("B")
+
+
+@dataclass(slots=True)
+class CudaGraph:
+    """An instantiated graph on its device's stream."""
+
+    executable: Any
+    stream: Any
+    nodes: int
+
+    def launch(self) -> None:
+        """Runs it on the device's stream."""
+        check(driver().cuGraphLaunch(self.executable, self.stream), "launching the step's graph")
+
+    def close(self) -> None:
+        """Gives its memory back."""
+        driver().cuGraphExecDestroy(self.executable)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A kernel of a plan: its module, function and facts, and its types for parameter arrays."""
+
+    module: Any
+    function: Any
+    facts: KernelFacts
+    types: tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class CudaDevice:
+    """See ``lynnc.runtime.device.Device``."""
+
+    facts: DeviceFacts
+    handle: Any
+    context: Any
+    stream: Any
+    debug: bool = False
+    _blocks: list[int] = field(default_factory=list)
+    _pinned: list[int] = field(default_factory=list)
+    _kernels: dict[str, _Loaded] = field(default_factory=dict)
+    _graphs: list[CudaGraph] = field(default_factory=list)
+
+    def make_current(self) -> None:
+        """Lets the calling thread use the device."""
+        check(driver().cuCtxSetCurrent(self.context), "choosing the GPU")
+
+    def free_bytes(self) -> int:
+        """Memory that an allocation may take now."""
+        return int(check(driver().cuMemGetInfo(), "asking for free memory")[0])
+
+    def allocate(self, size: int) -> int:
+        """Memory of the GPU, aligned to 256 bytes; DeviceError if there is not enough."""
+        address = int(check(driver().cuMemAlloc(max(size, 1)), f"allocating {size} bytes of GPU memory")[0])
+        self._blocks.append(address)
+        return address
+
+    def allocate_host(self, size: int) -> PinnedMemory:
+        """Pinned memory of the host, zeroed."""
+        cuda = driver()
+        flags = cuda.CU_MEMHOSTALLOC_PORTABLE | cuda.CU_MEMHOSTALLOC_DEVICEMAP
+        address = int(check(cuda.cuMemHostAlloc(max(size, 1), flags), f"pinning {size} bytes of host memory")[0])
+        self._pinned.append(address)
+        ctypes.memset(address, 0, size)
+        return PinnedMemory(address, size)
+
+    def free_host(self, memory: PinnedMemory) -> None:
+        """Gives pinned memory back early."""
+        self._pinned.remove(memory.address)
+        check(driver().cuMemFreeHost(memory.address), "freeing pinned memory")
+
+    def free_all(self) -> None:
+        """Gives back all memory, kernels and graphs; what a lost device refuses is lost with it."""
+        cuda = driver()
+        cuda.cuCtxSetCurrent(self.context)
+        cuda.cuStreamSynchronize(self.stream)
+        for graph in self._graphs:
+            graph.close()
+        for kernel in self._kernels.values():
+            cuda.cuModuleUnload(kernel.module)
+        for address in self._blocks:
+            cuda.cuMemFree(address)
+        for address in self._pinned:
+            cuda.cuMemFreeHost(address)
+        for kept in (self._graphs, self._blocks, self._pinned):
+            kept.clear()
+        self._kernels.clear()
+
+    def fill(self, address: int, byte: int, size: int) -> None:
+        """Sets memory of the GPU."""
+        check(driver().cuMemsetD8Async(address, byte, size, self.stream), f"filling {size} bytes")
+
+    def upload(self, address: int, source: int, size: int) -> None:
+        """Copies from host memory."""
+        check(driver().cuMemcpyHtoDAsync(address, source, size, self.stream), f"copying {size} bytes to the GPU")
+
+    def download(self, target: int, address: int, size: int) -> None:
+        """Copies to host memory."""
+        check(driver().cuMemcpyDtoHAsync(target, address, size, self.stream), f"copying {size} bytes from the GPU")
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        """Copies inside the GPU."""
+        check(driver().cuMemcpyDtoDAsync(target, source, size, self.stream), f"copying {size} bytes inside the GPU")
+
+    def load_kernel(self, entry: KernelEntry, cubin: bytes) -> KernelFacts:
+        """Makes a plan's kernel ready to be called by its key."""
+        cuda, what = driver(), f"loading the kernel {entry.name}"
+        facts = kernel_facts(entry)
+        if facts.scratch_bytes:
+            raise PlanError(f"The kernel {entry.name} wants scratch memory, which it does not get: compile again.")
+        (module,) = check(cuda.cuModuleLoadData(cubin), what)
+        (function,) = check(cuda.cuModuleGetFunction(module, facts.symbol.encode()), what)
+        if facts.shared_bytes > DEFAULT_SHARED_BYTES:
+            attribute = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            check(cuda.cuFuncSetAttribute(function, attribute, facts.shared_bytes), what)
+        types = tuple(_c_type(parameter) for parameter in facts.parameters)
+        self._kernels[entry.key] = _Loaded(module, function, facts, types)
+        return facts
+
+    def launch(self, calls: Sequence[Call]) -> None:
+        """Starts the calls one after another."""
+        for call in calls:
+            self._launch(call)
+            if self.debug:
+                check(driver().cuStreamSynchronize(self.stream), f"running {call.op}")
+
+    def _launch(self, call: Call) -> None:
+        cuda, kernel = driver(), self._kernels[call.kernel]
+        config = cuda.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = call.grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = kernel.facts.threads, 1, 1
+        config.sharedMemBytes = kernel.facts.shared_bytes
+        config.hStream = self.stream
+        if call.has_pdl:
+            attribute = cuda.CUlaunchAttribute()
+            attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs = [attribute]
+            config.numAttrs = 1
+        parameters = (call.values, kernel.types)
+        check(cuda.cuLaunchKernelEx(config, kernel.function, parameters, 0), f"launching {call.op}")
+
+    def capture(self, calls: Sequence[Call]) -> CudaGraph:
+        """The calls as one graph."""
+        cuda, what = driver(), "capturing a step"
+        mode = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        check(cuda.cuStreamBeginCapture(self.stream, mode), what)
+        try:
+            for call in calls:
+                self._launch(call)
+        finally:
+            ended = cuda.cuStreamEndCapture(self.stream)
+        (graph,) = check(ended, what)
+        nodes = int(check(cuda.cuGraphGetNodes(graph), what)[-1])
+        (executable,) = check(cuda.cuGraphInstantiate(graph, 0), what)
+        check(cuda.cuGraphDestroy(graph), what)
+        captured = CudaGraph(executable, self.stream, nodes)
+        self._graphs.append(captured)
+        return captured
+
+    def synchronize(self) -> None:
+        """Waits for everything on the stream; DeviceError if any of it failed."""
+        check(driver().cuStreamSynchronize(self.stream), "running a step")
+
+    def synchronize_all(self) -> None:
+        """Waits for everything on the GPU, whoever started it."""
+        check(driver().cuCtxSynchronize(), "waiting for the GPU")
+
+    def is_idle(self) -> bool:
+        """Whether nothing is left to do on the stream; DeviceError if any of it failed."""
+        status = driver().cuStreamQuery(self.stream)
+        if status[0] == driver().CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        check(status, "running a step")
+        return True
+
+    def mark(self) -> Any:
+        """A point on the stream, for ``seconds_between``."""
+        (event,) = check(driver().cuEventCreate(0), "making an event")
+        check(driver().cuEventRecord(event, self.stream), "recording an event")
+        return event
+
+    def wait_for(self, event: Any) -> None:
+        """Waits until the stream has passed a mark."""
+        check(driver().cuEventSynchronize(event), "waiting for a copy")
+        driver().cuEventDestroy(event)
+
+    def seconds_between(self, first: Any, last: Any) -> float:
+        """Time from one mark to a later one, waiting for it."""
+        cuda = driver()
+        check(cuda.cuEventSynchronize(last), "waiting for an event")
+        (milliseconds,) = check(cuda.cuEventElapsedTime(first, last), "reading an event")
+        for event in (first, last):
+            cuda.cuEventDestroy(event)
+        return float(milliseconds) / 1e3
+
+
+def kernel_facts(entry: KernelEntry) -> KernelFacts:
+    """What a plan says of a kernel's machine code."""
+    artifact: Any = entry.artifact
+    return KernelFacts(
+        symbol=str(artifact["symbol"]),
+        threads=int(artifact["threads"]),
+        shared_bytes=int(artifact["shared_bytes"]),
+        scratch_bytes=int(artifact["global_scratch_bytes"]) + int(artifact["profile_scratch_bytes"]),
+        has_pdl=bool(artifact["pdl"]),
+        parameters=tuple(Parameter(**item) for item in artifact["parameters"]),
+    )
+
+
+def _c_type(parameter: Parameter) -> Any:
+    return ctypes.c_void_p if parameter.type.startswith("*") else ctypes.c_int32

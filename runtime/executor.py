@@ -1,0 +1,218 @@
+"""Runs a loaded plan: prompts, and one captured graph for each decoded token.
+
+In: a plan whose weights lie in GPU memory. Out: tokens. Token, position and start of a sequence live on the GPU and the
+last launch of a step makes those of the next one, so decoding needs nothing of the host but the launches of one graph;
+the tokens chosen are written to host memory by the GPU.
+
+Example::
+
+    with load("lynn.plan", "packed") as executor:
+        first = executor.prefill([9707, 1879])
+        tokens = [first, *executor.decode(100)]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import TracebackType
+from typing import Any, Self
+
+from lynnc.errors import OptionError, PlanError
+from lynnc.plan import Plan, Program
+from lynnc.programs import MOST_DECODE_ROWS, PREFILL
+from lynnc.runtime.budget import Budget, Room
+from lynnc.runtime.calls import calls_of
+from lynnc.runtime.device import Call, Device, KernelFacts, StepGraph
+from lynnc.runtime.memory import Memory
+from lynnc.runtime.rows import Row, rows_of
+from lynnc.runtime.tensors import DeviceTensor, ints_of
+
+DECODE = "decode/1"
+
+
+@dataclass(slots=True)
+class Executor:
+    """A plan in GPU memory. ``lengths`` are the tokens of each slot's sequence whose states are kept."""
+
+    plan: Plan
+    device: Device
+    memory: Memory
+    kernels: Mapping[str, KernelFacts]
+    room: Room
+    lengths: list[int] = field(default_factory=list)
+    _graphs: dict[tuple[str, int], StepGraph] = field(default_factory=dict)
+    _ready: tuple[int, int] | None = None
+    """Slot and position of the row that the inputs in GPU memory ask for, if it is one."""
+
+    def __post_init__(self) -> None:
+        self.lengths = self.lengths or [0] * self.room.slots
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives all memory back; the executor is of no use any more."""
+        self._graphs.clear()
+        self.device.free_all()
+
+    @property
+    def context(self) -> int:
+        """Positions of each sequence."""
+        return self.room.context
+
+    @property
+    def budget(self) -> Budget:
+        """The memory that was taken, by class."""
+        return self.memory.budget
+
+    def reset(self, slot: int = 0) -> None:
+        """Begins a new sequence in a slot: what the old one left is never read."""
+        self.lengths[self._checked_slot(slot)] = 0
+        self._ready = None
+
+    def prefill(self, tokens: Sequence[int], slot: int = 0) -> int:
+        """Appends tokens to a slot's sequence and returns the token chosen to follow; several steps if they are many.
+
+        ``tokens`` may also be I32 on the GPU (anything with ``__cuda_array_interface__``). OptionError if they are no
+        tokens of the model or too many for the context.
+        """
+        program = self.program(PREFILL)
+        given = ints_of(tokens, self.device)
+        start = self.lengths[self._checked_slot(slot)]
+        self._check_room(start, len(given), slot)
+        self._check_tokens(given)
+        for first in range(0, len(given), program.max_rows):
+            piece = given[first : first + program.max_rows]
+            self.launch(program, rows_of(piece, start + first, slot))
+        self.lengths[slot] = start + len(given)
+        self.memory.keep_token(slot, self.lengths[slot])
+        self.device.synchronize()
+        return self.memory.history[slot * self.context + self.lengths[slot]]
+
+    def decode(self, count: int, slot: int = 0) -> list[int]:
+        """The next ``count`` tokens of a slot's sequence, each the greedy choice."""
+        first = self._start(count, slot)
+        self.device.synchronize()
+        return self.memory.history[first : first + count].tolist()
+
+    def stream(self, count: int, slot: int = 0) -> Iterator[int]:
+        """The tokens of ``decode``, each as soon as it is chosen."""
+        start = slot * self.context + self.lengths[self._checked_slot(slot)] + 1
+        history = self.memory.history
+        for index in range(start, start + count):
+            history[index] = -1
+        first = self._start(count, slot)
+        for index in range(first, first + count):
+            while history[index] < 0:
+                if self.device.is_idle() and history[index] < 0:
+                    raise PlanError(f"{self.plan.name} chose no token: compile the plan again.")
+            yield history[index]
+
+    def _start(self, count: int, slot: int) -> int:
+        """Launches ``count`` decode steps; where in the history their tokens will stand."""
+        length = self.lengths[self._checked_slot(slot)]
+        if length == 0:
+            raise OptionError(f"Slot {slot} holds no sequence: give it a prompt first.")
+        self._check_room(length, count, slot)
+        graph = self.graph(DECODE)
+        if self._ready != (slot, length):
+            self.device.synchronize()
+            self.memory.write_rows([Row(self.memory.history[slot * self.context + length], length, slot)])
+        for _ in range(count):
+            graph.launch()
+        self.lengths[slot] = length + count
+        self._ready = slot, length + count
+        return slot * self.context + length + 1
+
+    def step(self, rows: Sequence[Row]) -> list[int]:
+        """One decode step of given rows, and the greedy choice of each; ``tensor("logits")`` has their logits.
+
+        Rows of one slot stand next to each other at consecutive positions and share ``start``. The slots' sequences
+        then end behind their last row.
+        """
+        if not 1 <= len(rows) <= MOST_DECODE_ROWS:
+            raise OptionError(f"A decode step has 1 to {MOST_DECODE_ROWS} rows, not {len(rows)}: give fewer.")
+        program = self.program(f"decode/{len(rows)}")
+        self._check_tokens([row.token for row in rows])
+        for row in rows:
+            self._check_room(row.position, 0, self._checked_slot(row.slot))
+        graph = self.graph(program.name)
+        self.memory.write_rows(rows)
+        graph.launch()
+        self._ready = None
+        for row in rows:
+            if row.position >= 0:
+                self.lengths[row.slot] = row.position + 1
+        return self.memory.read("token", len(rows))
+
+    def launch(self, program: Program, rows: Sequence[Row]) -> None:
+        """One step launch by launch, without a graph."""
+        self.memory.write_rows(rows)
+        self.device.launch(self.calls(program, len(rows)))
+        self._ready = None
+
+    def graph(self, name: str) -> StepGraph:
+        """The captured step of a decode program."""
+        program = self.program(name)
+        key = name, program.max_rows
+        if key not in self._graphs:
+            self._graphs[key] = self.device.capture(self.calls(program, program.max_rows))
+        return self._graphs[key]
+
+    def calls(self, program: Program, rows: int) -> tuple[Call, ...]:
+        """The launches of a step with every address in place."""
+        return calls_of(program, self.kernels, self.memory.addresses, rows, self.context)
+
+    def forget_ready(self) -> None:
+        """Something else than ``decode`` has written a step's inputs."""
+        self._ready = None
+
+    def program(self, name: str) -> Program:
+        """A program of the plan; PlanError if it was not compiled."""
+        found = self.plan.programs.get(name)
+        if found is None:
+            raise PlanError(
+                f"{self.plan.name} has the programs {', '.join(self.plan.programs)}, not {name}: compile it with "
+                f"--programs {','.join((*self.plan.programs, name))}."
+            )
+        return found
+
+    def tensor(self, name: str) -> DeviceTensor:
+        """An input, output or state in GPU memory, without a copy: ``torch.as_tensor`` takes it."""
+        return self.memory.tensor(name, self.device)
+
+    def compare(self, tokens: Sequence[int], until: str | None = None, limit: float | None = None) -> Any:
+        """Each launch of a decode step of ``tokens`` against the interpreter, up to the op ``until``.
+
+        Gives the records of ``lynnc.compare``, which needs torch and the compiler; ``first_difference`` there finds the
+        first op that differs.
+        """
+        return import_module("lynnc.compare").compare_step(self, tokens, until, limit)
+
+    def _checked_slot(self, slot: int) -> int:
+        if not 0 <= slot < self.room.slots:
+            raise OptionError(f"There is no slot {slot}: the plan was loaded with {self.room.slots}.")
+        return slot
+
+    def _check_room(self, length: int, count: int, slot: int) -> None:
+        """The sequence and the token that follows it fit the context."""
+        if length + count >= self.context:
+            raise OptionError(
+                f"Slot {slot} holds {length} tokens and {count} more do not fit a context of {self.context}: begin a "
+                "new sequence, or load the plan with a larger context."
+            )
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        vocabulary = int(str(self.plan.model["vocabulary"]))
+        if not tokens:
+            raise OptionError("There are no tokens: give at least one.")
+        wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
+        if wrong is not None:
+            raise OptionError(f"{wrong} is no token of {self.plan.model_name}: they go from 0 to {vocabulary - 1}.")

@@ -1,0 +1,1 @@
+"""Puts a plan's weights into GPU memory."""

@@ -1,0 +1,114 @@
+"""An executor's memory: states, workspace, inputs and outputs, and the host's side of them.
+
+In: a plan, a device and a budget that fits. Out: a ``Memory`` with all addresses. Everything is allocated at once, and
+nothing later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from lynnc.dims import evaluate
+from lynnc.errors import OptionError
+from lynnc.plan import Plan, Program
+from lynnc.runtime.budget import HISTORY, Budget, Room, aligned, own_tensors, place_of, state_bytes
+from lynnc.runtime.calls import Addresses
+from lynnc.runtime.device import Device, HostMemory
+from lynnc.runtime.loading.weightsource import PlacedWeights
+from lynnc.runtime.rows import Row
+from lynnc.runtime.tensors import DeviceTensor
+
+INPUTS = ("token", "position", "slot", "start")
+INT = 4
+"""Bytes of an input's element."""
+
+
+@dataclass(slots=True)
+class Memory:
+    """Everything that a plan's launches read and write. ``history`` is I32 [slots * context] of the host."""
+
+    plan: Plan
+    device: Device
+    budget: Budget
+    addresses: Addresses
+    weights: PlacedWeights
+    history: memoryview
+    room: Room
+    _staging: HostMemory
+    _rows: int
+
+    def write_rows(self, rows: Sequence[Row]) -> None:
+        """The inputs of a step. What was staged before must have been copied: that is waited for."""
+        self.device.synchronize()
+        staged = self._staging.view.cast("i")
+        columns = {
+            "token": [row.token for row in rows],
+            "position": [row.position for row in rows],
+            "slot": [row.slot for row in rows],
+            "start": [row.begin for row in rows],
+        }
+        for index, (name, values) in enumerate(columns.items()):
+            first = index * self._rows
+            staged[first : first + len(values)] = array("i", values)
+            self.device.upload(self.addresses.tensors[name], self._staging.address + first * INT, len(values) * INT)
+
+    def keep_token(self, slot: int, position: int) -> None:
+        """Copies the token that a prefill chose to where the history keeps it."""
+        target = self.addresses.states[HISTORY] + (slot * self.room.context + position) * INT
+        self.device.download(target, self.addresses.tensors["token"], INT)
+
+    def read(self, name: str, count: int) -> list[int]:
+        """The first integers of an input or output."""
+        found = (ctypes.c_int32 * count)()
+        self.device.download(ctypes.addressof(found), self.addresses.tensors[name], count * INT)
+        self.device.synchronize()
+        return list(found)
+
+    def read_into(self, data: bytearray, address: int) -> None:
+        """Copies GPU memory into a buffer of the host."""
+        self.device.download(ctypes.addressof(ctypes.c_char.from_buffer(data)), address, len(data))
+        self.device.synchronize()
+
+    def tensor(self, name: str, device: Device) -> DeviceTensor:
+        """An input, output or state by name; OptionError for another."""
+        if name in self.plan.states:
+            state = self.plan.states[name]
+            shape = (self.room.slots, *(evaluate(size, context=self.room.context) for size in state.shape))
+            return DeviceTensor(name, state.dtype, shape, self.addresses.states[name], device)
+        for program in self.plan.programs.values():
+            for place in program.tensors:
+                if place.name == name and place.offset is None:
+                    shape = tuple(evaluate(size, program.max_rows, self.room.context) for size in place.shape)
+                    return DeviceTensor(name, place.dtype, shape, self.addresses.tensors[place_of(name)], device)
+        names = sorted({*self.addresses.tensors, *self.plan.states})
+        raise OptionError(f"There is no input, output or state {name!r}: choose one of {', '.join(names)}.")
+
+
+def take_memory(
+    plan: Plan, programs: Mapping[str, Program], device: Device, budget: Budget, given: tuple[Room, PlacedWeights]
+) -> Memory:
+    """Allocates what the budget counts beside the weights; ``given`` is the room to make, and where the weights lie."""
+    room, weights = given
+    sizes = {state.name: aligned(state_bytes(state, room)) for state in plan.states.values()}
+    history = device.allocate_host(sizes.pop(HISTORY, 0))
+    own = own_tensors(programs.values())
+    workspace = max((program.workspace_bytes for program in programs.values()), default=0)
+    start = device.allocate(sum(sizes.values()) + sum(own.values()) + workspace)
+    places: dict[str, int] = {}
+    for name, taken in [*sizes.items(), *own.items()]:
+        places[name] = start
+        start += taken
+    addresses = Addresses(
+        weights=weights.addresses,
+        states=MappingProxyType({**{name: places[name] for name in sizes}, HISTORY: history.address}),
+        tensors=MappingProxyType({name: places[name] for name in own}),
+        workspace=start,
+    )
+    rows = max(program.max_rows for program in programs.values())
+    staging = device.allocate_host(len(INPUTS) * rows * INT)
+    tokens = history.view.cast("i")
+    return Memory(plan, device, budget, addresses, weights, tokens, room, staging, rows)
