@@ -55,11 +55,16 @@ class _Step:
 
 
 def calls_of(
-    program: Program, kernels: Mapping[str, KernelFacts], addresses: Addresses, rows: int, context: int
+    program: Program,
+    kernels: Mapping[str, KernelFacts],
+    addresses: Addresses,
+    rows: int,
+    context: int,
+    tensors: Mapping[str, int] | None = None,
 ) -> tuple[Call, ...]:
-    """The launches of a step of ``rows`` rows. Only the first waits for all that came before: kernels read what
+    """The launches of a step of ``rows`` rows; ``tensors`` are used instead of the workspace where given. Only the first waits for all that came before: kernels read what
     earlier steps wrote before they wait for their neighbour."""
-    step = _Step(addresses, addresses.of(program), rows, context)
+    step = _Step(addresses, tensors or addresses.of(program), rows, context)
     calls = []
     for index, launch in enumerate(program.launches):
         facts = kernels[launch.kernel]

@@ -98,7 +98,7 @@ class Executor:
 
     def decode(self, count: int, slot: int = 0) -> list[int]:
         """The next ``count`` tokens of a slot's sequence, each the greedy choice."""
-        first = self._start(count, slot)
+        first = self.enqueue(count, slot)
         self.device.synchronize()
         return self.memory.history[first : first + count].tolist()
 
@@ -108,15 +108,15 @@ class Executor:
         history = self.memory.history
         for index in range(start, start + count):
             history[index] = -1
-        first = self._start(count, slot)
+        first = self.enqueue(count, slot)
         for index in range(first, first + count):
             while history[index] < 0:
                 if self.device.is_idle() and history[index] < 0:
                     raise PlanError(f"{self.plan.name} chose no token: compile the plan again.")
             yield history[index]
 
-    def _start(self, count: int, slot: int) -> int:
-        """Launches ``count`` decode steps; where in the history their tokens will stand."""
+    def enqueue(self, count: int, slot: int = 0) -> int:
+        """Launches ``count`` decode steps and does not wait; where in the history their tokens will stand."""
         length = self.lengths[self._checked_slot(slot)]
         if length == 0:
             raise OptionError(f"Slot {slot} holds no sequence: give it a prompt first.")
@@ -130,6 +130,15 @@ class Executor:
         self.lengths[slot] = length + count
         self._ready = slot, length + count
         return slot * self.context + length + 1
+
+    def assume(self, length: int, token: int, slot: int = 0) -> None:
+        """Takes what a slot's states hold for a sequence of ``length`` tokens that ``token`` follows: for measuring, or
+        after states were written from outside."""
+        self._check_room(length, 0, self._checked_slot(slot))
+        self.device.synchronize()
+        self.lengths[slot] = length
+        self.memory.history[slot * self.context + length] = token
+        self._ready = None
 
     def step(self, rows: Sequence[Row]) -> list[int]:
         """One decode step of given rows, and the greedy choice of each; ``tensor("logits")`` has their logits.

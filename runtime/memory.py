@@ -88,6 +88,12 @@ class Memory:
         raise OptionError(f"There is no input, output or state {name!r}: choose one of {', '.join(names)}.")
 
 
+def _clear(device: Device, states: Mapping[str, int], sizes: Mapping[str, int]) -> None:
+    """Zeros in all states: no sequence reads them, but measurements of steps without a prompt do."""
+    for name, size in sizes.items():
+        device.fill(states[name], 0, size)
+
+
 def take_memory(
     plan: Plan, programs: Mapping[str, Program], device: Device, budget: Budget, given: tuple[Room, PlacedWeights]
 ) -> Memory:
@@ -108,6 +114,7 @@ def take_memory(
         tensors=MappingProxyType({name: places[name] for name in own}),
         workspace=start,
     )
+    _clear(device, addresses.states, sizes)
     rows = max(program.max_rows for program in programs.values())
     staging = device.allocate_host(len(INPUTS) * rows * INT)
     tokens = history.view.cast("i")

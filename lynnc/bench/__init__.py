@@ -1,0 +1,1 @@
+"""Measures loaded plans on a GPU."""
