@@ -1,0 +1,1 @@
+"""Seeded random packed weights, made where they are needed."""
