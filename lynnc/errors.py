@@ -35,6 +35,12 @@ class PlanError(LynncError):
     """A plan folder that is missing, damaged, of another schema or for another architecture."""
 
 
+class PeerError(LynncError):
+    """Another engine that was to be measured beside ours and could not be run, or said nothing that is understood."""
+
+    exit_code = 1
+
+
 class OutputError(LynncError):
     """An output or store folder that cannot be written, or that exists already."""
 
