@@ -62,8 +62,11 @@ def calls_of(
     context: int,
     tensors: Mapping[str, int] | None = None,
 ) -> tuple[Call, ...]:
-    """The launches of a step of ``rows`` rows; ``tensors`` are used instead of the workspace where given. Only the first waits for all that came before: kernels read what
-    earlier steps wrote before they wait for their neighbour."""
+    """The launches of a step of ``rows`` rows; ``tensors`` are used instead of the workspace where given.
+
+    Only the first waits for all that came before: kernels read what earlier steps wrote before they wait for their
+    neighbour.
+    """
     step = _Step(addresses, tensors or addresses.of(program), rows, context)
     calls = []
     for index, launch in enumerate(program.launches):

@@ -21,6 +21,8 @@ from lynnc.errors import DeviceError, PlanError
 from lynnc.plan import KernelEntry
 from lynnc.runtime.device import Call, DeviceFacts, KernelFacts
 from lynnc.runtime.drivercalls import check, driver
+from lynnc.runtime.random.fill import Fill
+from lynnc.runtime.random.fillkernels import fill_launch, read_ptx
 
 DEFAULT_SHARED_BYTES = 48 * 1024
 """Dynamic shared memory of a block that needs no leave."""
@@ -116,6 +118,7 @@ class CudaDevice:
     _pinned: list[int] = field(default_factory=list)
     _kernels: dict[str, _Loaded] = field(default_factory=dict)
     _graphs: list[CudaGraph] = field(default_factory=list)
+    _random: Any = None
 
     def make_current(self) -> None:
         """Lets the calling thread use the device."""
@@ -165,6 +168,17 @@ class CudaDevice:
     def fill(self, address: int, byte: int, size: int) -> None:
         """Sets memory of the GPU."""
         check(driver().cuMemsetD8Async(address, byte, size, self.stream), f"filling {size} bytes")
+
+    def fill_random(self, fill: Fill, seed: int, address: int) -> None:
+        """Random elements of one array, all of it."""
+        cuda, what = driver(), "filling memory with random numbers"
+        if self._random is None:
+            (self._random,) = check(cuda.cuModuleLoadData(read_ptx()), what)
+        start = fill_launch(fill, seed, address)
+        (function,) = check(cuda.cuModuleGetFunction(self._random, start.entry.encode()), what)
+        block = (start.threads, 1, 1)
+        parameters = (start.values, start.types)
+        check(cuda.cuLaunchKernel(function, start.blocks, 1, 1, *block, 0, self.stream, parameters, 0), what)
 
     def upload(self, address: int, source: int, size: int) -> None:
         """Copies from host memory."""

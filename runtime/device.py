@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from lynnc.artifact import Parameter
 from lynnc.plan import KernelEntry
+from lynnc.runtime.random.fill import Fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,10 @@ class Device(Protocol):
 
     def fill(self, address: int, byte: int, size: int) -> None:
         """Sets memory of the GPU."""
+        ...
+
+    def fill_random(self, fill: Fill, seed: int, address: int) -> None:
+        """Random elements of one array, all of it."""
         ...
 
     def upload(self, address: int, source: int, size: int) -> None:

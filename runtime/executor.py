@@ -41,6 +41,8 @@ class Executor:
     memory: Memory
     kernels: Mapping[str, KernelFacts]
     room: Room
+    free_before: int
+    """Free memory of the GPU before anything was allocated, in bytes."""
     lengths: list[int] = field(default_factory=list)
     _graphs: dict[tuple[str, int], StepGraph] = field(default_factory=dict)
     _ready: tuple[int, int] | None = None

@@ -89,7 +89,8 @@ def prepare(
         raise PlanError(
             f"The weights would take {resident} bytes for {packed_bytes(plan)} packed ones: pack the checkpoint again."
         )
-    check_budget(budget, device.free_bytes(), device.facts)
+    free = device.free_bytes()
+    check_budget(budget, free, device.facts)
     with ExitStack() as undo:
         undo.callback(device.free_all)
         kernels = _load_kernels(plan, programs, cubins, device)
@@ -97,7 +98,7 @@ def prepare(
         memory = take_memory(plan, programs, device, budget, (room, weights))
         device.synchronize()
         undo.pop_all()
-    return Executor(plan, device, memory, kernels, room)
+    return Executor(plan, device, memory, kernels, room, free)
 
 
 def _programs(plan: Plan, names: tuple[str, ...]) -> Mapping[str, Program]:

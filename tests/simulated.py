@@ -22,6 +22,8 @@ from lynnc.artifact import Parameter
 from lynnc.errors import DeviceError
 from lynnc.plan import KernelEntry
 from lynnc.runtime.device import Call, DeviceFacts, KernelFacts
+from lynnc.runtime.random.fill import Fill
+from lynnc.runtime.random.fillbits import fill_array
 from lynnc.simulate import POINTER_DTYPE, Simulator
 
 POISON = 0xFF
@@ -103,6 +105,10 @@ class SimulatedDevice:
     def fill(self, address: int, byte: int, size: int) -> None:
         self._room(address, size)
         ctypes.memset(address, byte, size)
+
+    def fill_random(self, fill: Fill, seed: int, address: int) -> None:
+        values = fill_array(fill, seed)
+        self.upload(address, values.ctypes.data, values.nbytes)
 
     def upload(self, address: int, source: int, size: int) -> None:
         self._room(address, size)

@@ -1,7 +1,7 @@
 """Results of a benchmark as records that another can repeat: what was measured, on what, with which command.
 
-In: timings and counts. Out: a JSON list; a record has ``metric``, ``value``, ``unit``, ``spread``, ``runs``, ``params``,
-``device``, ``versions``, ``commit``, ``date`` and ``command``.
+In: timings and counts. Out: a JSON list; a record has ``metric``, ``value``, ``unit``, ``spread``, ``runs``,
+``params``, ``device``, ``versions``, ``commit``, ``date`` and ``command``.
 """
 
 from __future__ import annotations
@@ -107,11 +107,9 @@ def _installed() -> Mapping[str, str]:
 
 def clocks() -> Mapping[str, Value]:
     """Clocks in MHz and the driver's version as ``nvidia-smi`` says them now; empty without it."""
-    query = "--query-gpu=clocks.sm,clocks.mem,driver_version"
+    question = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,driver_version", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(
-            ["nvidia-smi", query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=20, check=True
-        )
+        said = subprocess.run(question, capture_output=True, text=True, timeout=20, check=True)
         sm, memory, driver = said.stdout.splitlines()[0].split(", ")
         return {"sm_clock_mhz": int(sm), "memory_clock_mhz": int(memory), "driver_version": driver}
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):

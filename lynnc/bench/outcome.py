@@ -1,0 +1,77 @@
+"""Everything that one benchmark found, and its records.
+
+In: what was measured so far. Out: ``Record`` values; a run that was stopped gives those of what it had measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from lynnc.bench.census import Census
+from lynnc.bench.kernels import KernelTime
+from lynnc.bench.records import Record, Setting, Value
+from lynnc.bench.session import LoadTime, MemoryUse, StepTime
+from lynnc.runtime.peers.llamabench import PeerSpeed
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Grows while the benchmark runs."""
+
+    loads: tuple[LoadTime, ...] = ()
+    memory: MemoryUse | None = None
+    census: Census | None = None
+    steps: list[StepTime] = field(default_factory=list)
+    kernels: list[KernelTime] = field(default_factory=list)
+    peers: tuple[PeerSpeed, ...] = ()
+
+
+def records_of(outcome: Outcome, setting: Setting) -> list[Record]:
+    """A record for each figure."""
+    return [
+        *_load_records(outcome, setting),
+        *(record for step in outcome.steps for record in _step_records(step, setting)),
+        *(record for kernel in outcome.kernels for record in _kernel_records(kernel, setting)),
+        *_peer_records(outcome, setting),
+    ]
+
+
+def _load_records(outcome: Outcome, setting: Setting) -> Iterator[Record]:
+    for load in outcome.loads:
+        yield setting.rate("load_bytes_per_s", load.timing, load.bytes, "B/s", cold=load.is_cold)
+    if outcome.memory:
+        for what, count, is_host in outcome.memory.needs:
+            yield setting.count("memory_bytes", count, "B", what=what, host=is_host)
+        yield setting.count("packed_bytes", outcome.memory.packed, "B")
+        yield setting.count("resident_bytes", outcome.memory.taken, "B", what="all, by the GPU's free memory")
+    if outcome.census:
+        yield setting.count("graph_nodes", outcome.census.nodes, "nodes", program=outcome.census.program)
+
+
+def _step_records(step: StepTime, setting: Setting) -> Iterator[Record]:
+    where: dict[str, Value] = {"rows": step.rows, "context": step.context}
+    yield setting.time("decode_step_us", step.step, **where)
+    yield setting.rate("decode_tokens_per_s", step.step, step.rows, "tokens/s", **where)
+    if step.wall:
+        yield setting.rate("decode_tokens_per_s_with_host", step.wall, step.rows, "tokens/s", **where)
+    if step.host:
+        yield setting.time("host_us_per_token", step.host, **where)
+
+
+def _kernel_records(kernel: KernelTime, setting: Setting) -> Iterator[Record]:
+    where: dict[str, Value] = {
+        "op": kernel.label,
+        "kernel": kernel.kernel,
+        "launches": kernel.count,
+        "bytes": round(kernel.bytes),
+    }
+    yield setting.time("kernel_us", kernel.alone, **where)
+    if kernel.marginal is not None:
+        yield setting.count("kernel_marginal_us", kernel.marginal * 1e6, "us", **where)
+
+
+def _peer_records(outcome: Outcome, setting: Setting) -> Iterator[Record]:
+    for peer in outcome.peers:
+        build = f"{peer.build} {peer.backends}".strip()
+        yield setting.count("peer_tokens_per_s", peer.tokens_per_second, "tokens/s", context=peer.context, build=build)
