@@ -91,8 +91,10 @@ class CudaGraph:
         check(driver().cuGraphLaunch(self.executable, self.stream), "launching the step's graph")
 
     def close(self) -> None:
-        """Gives its memory back."""
-        driver().cuGraphExecDestroy(self.executable)
+        """Gives its memory back, once."""
+        if self.executable is not None:
+            driver().cuGraphExecDestroy(self.executable)
+            self.executable = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,16 +74,21 @@ class Memory:
         self.device.synchronize()
 
     def tensor(self, name: str, device: Device) -> DeviceTensor:
-        """An input, output or state by name; OptionError for another."""
+        """An input, output or state by name, with the rows of the largest program; OptionError for another."""
         if name in self.plan.states:
             state = self.plan.states[name]
             shape = (self.room.slots, *(evaluate(size, context=self.room.context) for size in state.shape))
             return DeviceTensor(name, state.dtype, shape, self.addresses.states[name], device)
-        for program in self.plan.programs.values():
-            for place in program.tensors:
-                if place.name == name and place.offset is None:
-                    shape = tuple(evaluate(size, program.max_rows, self.room.context) for size in place.shape)
-                    return DeviceTensor(name, place.dtype, shape, self.addresses.tensors[place_of(name)], device)
+        found = [
+            (place.bytes, place, program.max_rows)
+            for program in self.plan.programs.values()
+            for place in program.tensors
+            if place.name == name and place.offset is None
+        ]
+        if found:
+            _, place, rows = max(found, key=lambda item: item[0])
+            shape = tuple(evaluate(size, rows, self.room.context) for size in place.shape)
+            return DeviceTensor(name, place.dtype, shape, self.addresses.tensors[place_of(name)], device)
         names = sorted({*self.addresses.tensors, *self.plan.states})
         raise OptionError(f"There is no input, output or state {name!r}: choose one of {', '.join(names)}.")
 
