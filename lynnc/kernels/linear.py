@@ -89,11 +89,12 @@ def linear_problem(graph: Graph, op: Op) -> Problem:
 
 def _default(problem: Problem, target: Target) -> Knobs:
     """What was fastest on an H200; a row held in registers wants as many warps as it has thousands of columns."""
+    knobs = {"num_stages": 1, "maxnreg": 0}
     warps = 8 if int(problem["k"]) > 2048 else 4
     if not str(problem["formats"]).startswith("nvfp4"):
-        return {"BLOCK_N": 2, "BLOCK_K": 8192, "PROGRAMS": 0, "num_warps": warps, "num_stages": 1}
-    programs = 2112 // warps if problem["norm"] else 0
-    return {"BLOCK_N": 8, "BLOCK_K": 512 * warps, "PROGRAMS": programs, "num_warps": warps, "num_stages": 1}
+        return {**knobs, "BLOCK_N": 4, "BLOCK_K": 8192, "PROGRAMS": 0, "num_warps": 8}
+    programs = 1584 // warps if problem["norm"] else 0
+    return {**knobs, "BLOCK_N": 8, "BLOCK_K": 512 * warps, "PROGRAMS": programs, "num_warps": warps}
 
 
 def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
@@ -122,7 +123,8 @@ def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         value_arg("column2", columns[-1]),
         value_arg("out_stride", placed(graph, out).stride),
         value_arg("count", graph.tensors[out].shape[0]),
-        *(value_arg(name, used) for name, used in zip(("programs", "programs2"), programs, strict=True)),
+        value_arg("programs", programs[0]),
+        value_arg("programs2", programs[1] if has_second else 0),
     )
     constants = {
         **input_facts(graph, op, x),
@@ -138,7 +140,7 @@ def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         "BLOCK_K": block_columns(first, knobs["BLOCK_K"]),
         "BLOCK_K2": block_columns(second, knobs["BLOCK_K"]),
     }
-    return Binding(args, MappingProxyType(constants), (sum(programs[: len(linears)]), 1, 1))
+    return Binding(args, MappingProxyType(constants), (sum(programs[: len(linears)]) + bool(stored), 1, 1))
 
 
 def _programs(width: int, knobs: Knobs) -> int:
@@ -158,6 +160,7 @@ LINEAR = Kernel(
             "PROGRAMS": Choice((0, 48, 96, 132, 192, 264, 396, 528, 792, 1056)),
             "num_warps": PowerOfTwo(1, 16),
             "num_stages": Choice((1, 2, 3)),
+            "maxnreg": Choice((0, 64, 80, 96, 128, 168)),
         }
     ),
     default=_default,
