@@ -59,6 +59,7 @@ CASES = (
     Case("bf16", shared=48, routed_format=Format.BF16, shared_format=Format.BF16),
     Case("columns-not-a-power-of-two", hidden=144, size=144, experts=5, k=4, shared=144, normalize=False),
     Case("three-slots-of-240", hidden=48, size=240, experts=7, k=3, normalize=False),
+    Case("more-columns-than-a-warp-holds", hidden=1056, experts=3, size=16, shared=16),
     Case("one-expert", experts=1, k=1, shared=16),
     Case("eight-of-eight", experts=8, k=8, size=16, shared=16),
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness import TARGET, assert_close, pack_graph, run_both
 from moe_graphs import CASES, KNOBS, ROUTED, Case, compare, fused, inputs_of, keep_all, moe_graph
+from test_kernels_routing import router_rows
 from torch import nn
 from transformers import Qwen3_5MoeTextConfig, Qwen3MoeConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSparseMoeBlock
@@ -64,6 +65,16 @@ def test_fused_routing_survives_padded_rows() -> None:
     found = run_both(graph, inputs, knobs=KNOBS)
     assert found.kernels["ids"][:2].tolist() == [[0, 1, 2], [0, 1, 2]]
     compare(found, graph.outputs)
+
+
+@pytest.mark.parametrize("experts", [7, 64, 200])
+def test_fused_routing_of_alike_and_infinite_logits(experts: int) -> None:
+    case = replace(CASES[0], experts=experts, k=6)
+    rows = torch.stack([row for name, row in router_rows(experts).items()])
+    inputs = inputs_of(case, len(rows))
+    inputs["router"] = torch.cat([rows, torch.zeros(len(rows), 1)], dim=1)
+    graph = fused(moe_graph(case, len(rows)))
+    compare(run_both(graph, inputs, knobs=KNOBS), ("ids", "scores", "act", "out"))
 
 
 def test_layers_of_unlike_experts_share_their_kernels() -> None:

@@ -77,6 +77,11 @@ def _shared_constants(weight: Weight | None, knobs: Knobs) -> Constants:
     return MappingProxyType(facts)
 
 
+def _is_paired(weight: Weight) -> bool:
+    """Whether its rows are loaded two words of 16 codes at a time, which every row has to begin with."""
+    return weight.format.is_packed and weight.columns % (2 * GROUP) == 0
+
+
 def _up_problem(graph: Graph, op: Op) -> Problem:
     experts = largest_experts(graph, need(op, TopK).experts)
     shared = _shared_weight(graph, op)
@@ -100,6 +105,7 @@ def _bind_up(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         *route_args(graph, top_k),
     )
     size, shared_size = weight.rows // 2, second.rows // 2 if second else 0
+    tiles = -(-max(size, shared_size) // knobs["BLOCK_N"])
     constants = {
         "X_STRIDE": place.stride,
         "X_OFFSET": place.offset,
@@ -109,12 +115,15 @@ def _bind_up(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         **route_constants(graph, top_k),
         **matrix_constants(weight),
         **_shared_constants(second, knobs),
+        "TILES": tiles,
         "BLOCK_N": knobs["BLOCK_N"],
         "BLOCK_K": block_columns(weight, knobs["BLOCK_K"]),
+        "PAIRED": _is_paired(weight),
+        "PAIRED2": second is not None and _is_paired(second),
+        "WIDE": knobs["num_warps"] == 1,
     }
     rows = int(graph.tensors[linear.x].shape[0])
-    tiles = ceil_div(max(size, shared_size), knobs["BLOCK_N"])
-    return Binding(args, MappingProxyType(constants), (tiles, top_k.k + bool(second), rows))
+    return Binding(args, MappingProxyType(constants), (1 + tiles * (top_k.k + bool(second)), rows, 1))
 
 
 def _slot_columns(weight: Weight, slots: int, block_k: int) -> int:
@@ -166,7 +175,7 @@ def _bind_down(graph: Graph, op: Op, knobs: Knobs) -> Binding:
 
 
 def _up_default(problem: Problem, target: Target) -> Knobs:
-    return {"BLOCK_N": 4, "BLOCK_K": 2048, "num_warps": 2, "num_stages": 1}
+    return {"BLOCK_N": 8, "BLOCK_K": 2048, "num_warps": 2, "num_stages": 1}
 
 
 def _down_default(problem: Problem, target: Target) -> Knobs:

@@ -44,8 +44,6 @@ ELEMENTWISE_SPACE: Mapping[str, Knob] = MappingProxyType(
     {"BLOCK": PowerOfTwo(128, 4096), "num_warps": PowerOfTwo(1, 8), "num_stages": Choice((1,))}
 )
 TOP_K_SPACE: Mapping[str, Knob] = MappingProxyType({"num_warps": PowerOfTwo(1, 8), "num_stages": Choice((1,))})
-GROUP = 4
-"""Neighbouring experts that are ranked by their best: of 2, 4 and 8 what takes fewest instructions for 128 to 512."""
 
 
 def largest_experts(graph: Graph, experts: int) -> int:
@@ -55,11 +53,10 @@ def largest_experts(graph: Graph, experts: int) -> int:
 
 
 def route_constants(graph: Graph, op: TopK) -> Constants:
-    """Sizes for ``routing.py.jinja``: groups of GROUP_E experts, of which the SLOTS best are looked into."""
+    """Sizes for ``routing.py.jinja``: slots and experts, and the powers of two that hold them."""
     slots = next_power_of_two(op.k)
     block = max(16, slots, next_power_of_two(largest_experts(graph, op.experts)))
-    group = GROUP if GROUP * slots <= block else 1
-    sizes = {"TOP_K": op.k, "SLOTS": slots, "BLOCK_E": block, "GROUP_E": group, "NORMALIZE": op.normalize}
+    sizes = {"TOP_K": op.k, "SLOTS": slots, "BLOCK_E": block, "NORMALIZE": op.normalize}
     return MappingProxyType(sizes)
 
 
