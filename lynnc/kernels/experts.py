@@ -23,6 +23,7 @@ from lynnc.kernels.kernel import (
     FORMAT_CODE,
     Arg,
     Binding,
+    Choice,
     Family,
     Kernel,
     Knobs,
@@ -132,6 +133,11 @@ def _slot_columns(weight: Weight, slots: int, block_k: int) -> int:
     return min(limit, next_power_of_two(slots * weight.columns))
 
 
+def _routes_early(graph: Graph, ids: str) -> bool:
+    """Whether the launch that writes the ids lets later ones start only after it has stored them."""
+    return any(ids in op.writes and op.kind == "ExpertsUp" for op in graph.ops)
+
+
 def _down_problem(graph: Graph, op: Op) -> Problem:
     shared = _shared_weight(graph, op)
     return {**projection_problem(graph, op), "shared": shared.columns if shared else 0}
@@ -169,6 +175,7 @@ def _bind_down(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         "BLOCK_N": knobs["BLOCK_N"],
         "BLOCK_K": _slot_columns(weight, slots, knobs["BLOCK_K"]),
         "SAME": columns & -columns,  # the largest power of two that divides a slot's columns
+        "EARLY": bool(knobs["EARLY"]) and _routes_early(graph, linear.ids),
     }
     rows = int(graph.tensors[add.out].shape[0])
     return Binding(args, MappingProxyType(constants), (ceil_div(weight.rows, knobs["BLOCK_N"]), rows, 1))
@@ -182,7 +189,7 @@ def _down_default(problem: Problem, target: Target) -> Knobs:
     """Blocks that the columns of all slots fill: 8 slots of 512 are one, of 768 three of 2048."""
     columns = int(problem["k"]) * int(problem["slots"])
     block = 4096 if columns % 4096 == 0 else 2048
-    return {"BLOCK_N": 4, "BLOCK_K": block, "num_warps": 2, "num_stages": 1}
+    return {"BLOCK_N": 4, "BLOCK_K": block, "EARLY": 1, "num_warps": 2, "num_stages": 1}
 
 
 def _has_two_halves(problem: Problem, knobs: Knobs, target: Target) -> str | None:
@@ -209,7 +216,7 @@ EXPERTS_DOWN = Kernel(
     name="experts_down",
     patterns=("ExpertsDown",),
     family=Family.DECODE,
-    space=PROJECTION_SPACE,
+    space=MappingProxyType({**PROJECTION_SPACE, "EARLY": Choice((0, 1))}),
     default=_down_default,
     problem=_down_problem,
     bind=_bind_down,
