@@ -52,7 +52,8 @@ class KernelSource:
 
     ``signature`` gives the type of each run-time parameter (``*bf16``, ``i32``; ``i32:16`` promises a multiple of 16;
     every pointer is taken to be aligned to 16 bytes) and ``constants`` the value of each ``tl.constexpr``. ``label``
-    says in messages what the kernel does and is no part of the key. ``pdl`` counts only where the target has it.
+    says in messages what the kernel does and is no part of the key. ``max_registers`` of a thread is 0 to leave it to
+    ptxas, which does not know how many blocks should be resident. ``pdl`` counts only where the target has it.
     """
 
     template: str
@@ -62,6 +63,7 @@ class KernelSource:
     target: Target
     num_warps: int = 4
     num_stages: int = 2
+    max_registers: int = 0
     pdl: bool = False
     label: str = ""
 
@@ -85,6 +87,7 @@ class KernelSource:
             "constants": sorted(self.constants, key=lambda constant: constant[0]),
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
+            "max_registers": self.max_registers,
             "pdl": self.launches_early,
             "arch": self.target.arch,
         }
@@ -162,6 +165,7 @@ def _request(source: KernelSource, key: str, tools: Tools) -> dict[str, object]:
         "capability": source.target.capability,
         "num_warps": source.num_warps,
         "num_stages": source.num_stages,
+        "max_registers": source.max_registers,
         "pdl": source.launches_early,
         "cuobjdump": str(cuobjdump.path),
         "triton_folder": str(tools.triton_folder),

@@ -93,6 +93,7 @@ def compile_request(request: Mapping[str, Any]) -> dict[str, object]:
     options = {
         "num_warps": request["num_warps"],
         "num_stages": request["num_stages"],
+        "maxnreg": request["max_registers"] or None,
         "launch_pdl": request["pdl"],
         "enable_fp_fusion": True,  # Triton 3.10 changes the default, and it changes bits
     }

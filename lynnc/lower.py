@@ -119,6 +119,7 @@ def _call(graph: Graph, op: Op, choice: KernelChoice, binding: Binding, target: 
         target=target,
         num_warps=knobs["num_warps"],
         num_stages=knobs["num_stages"],
+        max_registers=knobs.get("maxnreg", 0),
         pdl=target.has_pdl,
         label=label,
     )

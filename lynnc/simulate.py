@@ -99,6 +99,7 @@ class Simulator:
         return {
             "num_warps": knobs["num_warps"],
             "num_stages": knobs["num_stages"],
+            "maxnreg": knobs.get("maxnreg") or None,
             "launch_pdl": pdl,
             "enable_fp_fusion": True,
         }

@@ -182,6 +182,7 @@ def _source(folder: Path, plan: Plan, entry: KernelEntry) -> KernelSource:
         target=target,
         num_warps=entry.knobs["num_warps"],
         num_stages=entry.knobs["num_stages"],
+        max_registers=entry.knobs.get("maxnreg", 0),
         pdl=target.has_pdl,
         label=entry.label,
     )
