@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -178,6 +179,25 @@ def inputs_of(case: Case, rows: int, seed: int = 0) -> dict[str, torch.Tensor]:
         "y": torch.randn(rows, case.hidden, generator=generator).bfloat16(),
         "router": torch.randn(rows, case.experts + 1, generator=generator) * 2,
         "h": torch.randn(rows, case.hidden, generator=generator).bfloat16(),
+    }
+
+
+def router_rows(experts: int) -> dict[str, torch.Tensor]:
+    """Rows of logits that have broken routers: ties, NaN, infinities."""
+    generator = torch.Generator().manual_seed(experts)
+    plain = torch.randn(experts, generator=generator) * 3
+    some = torch.arange(experts) % 3 == 0
+    return {
+        "plain": plain,
+        "ties": (plain / 3).round(),
+        "equal": torch.full((experts,), 1.5),
+        "nan": torch.full((experts,), math.nan),
+        "some-nan": torch.where(some, math.nan, plain),
+        "some-minus-infinity": torch.where(some, -math.inf, plain),
+        "minus-infinity": torch.full((experts,), -math.inf),
+        "plus-infinity": torch.where(torch.arange(experts) == experts // 2, math.inf, plain),
+        "rising": torch.arange(experts).float() / experts,
+        "far-apart": plain * 40,
     }
 
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import TARGET, assert_close, pack_graph, run_both
-from moe_graphs import CASES, KNOBS, ROUTED, Case, compare, fused, inputs_of, keep_all, moe_graph
-from test_kernels_routing import router_rows
+from moe_graphs import CASES, KNOBS, ROUTED, Case, compare, fused, inputs_of, keep_all, moe_graph, router_rows
 from torch import nn
 from transformers import Qwen3_5MoeTextConfig, Qwen3MoeConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSparseMoeBlock
@@ -19,6 +18,8 @@ from lynnc.choose import choose_all
 from lynnc.interpret import TORCH_DTYPE
 from lynnc.kernels.table import kernel_for
 from lynnc.lower import lower
+from lynnc.passes.fuse_experts_down import fuse_experts_down
+from lynnc.passes.fuse_experts_up import fuse_experts_up
 from lynnc.records import Records
 
 
@@ -65,6 +66,15 @@ def test_fused_routing_survives_padded_rows() -> None:
     found = run_both(graph, inputs, knobs=KNOBS)
     assert found.kernels["ids"][:2].tolist() == [[0, 1, 2], [0, 1, 2]]
     compare(found, graph.outputs)
+
+
+@pytest.mark.parametrize("routed, early", [(True, True), (False, False)])
+def test_ids_are_read_early_only_where_the_launch_before_promises_them(routed: bool, early: bool) -> None:
+    graph = moe_graph(CASES[0], 1)
+    graph = fuse_experts_down(fuse_experts_up(graph) if routed else graph)
+    lowered = lower(graph, choose_all(graph, TARGET, Records(), {}), TARGET)
+    down = next(call.entry for call in lowered.kernels.values() if call.entry.name == "experts_down")
+    assert down.constants["EARLY"] is early
 
 
 @pytest.mark.parametrize("experts", [7, 64, 200])

@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from harness import assert_close, op_graph, run_both
+from moe_graphs import router_rows
 from transformers import Qwen3_5MoeTextConfig, Qwen3MoeConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from lynnc.interpret import interpret
 from lynnc.ir import DType, Graph, TopK
-
-
-def router_rows(experts: int) -> dict[str, torch.Tensor]:
-    """Rows of logits that have broken routers: ties, NaN, infinities."""
-    generator = torch.Generator().manual_seed(experts)
-    plain = torch.randn(experts, generator=generator) * 3
-    some = torch.arange(experts) % 3 == 0
-    return {
-        "plain": plain,
-        "ties": (plain / 3).round(),
-        "equal": torch.full((experts,), 1.5),
-        "nan": torch.full((experts,), math.nan),
-        "some-nan": torch.where(some, math.nan, plain),
-        "some-minus-infinity": torch.where(some, -math.inf, plain),
-        "minus-infinity": torch.full((experts,), -math.inf),
-        "plus-infinity": torch.where(torch.arange(experts) == experts // 2, math.inf, plain),
-        "rising": torch.arange(experts).float() / experts,
-        "far-apart": plain * 40,
-    }
-
 
 ROUTES = [(1, 1), (3, 2), (7, 3), (8, 8), (96, 8), (100, 8), (192, 6), (205, 8), (255, 8), (256, 8), (512, 10)]
 
