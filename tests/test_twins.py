@@ -1,4 +1,4 @@
-"""The inline PTX of the packed dot product and its plain twin, bit for bit. Needs a GPU: ``pytest --device cuda``."""
+"""Inline PTX of packed products and its plain twins, bit for bit. Needs a GPU: ``pytest --device cuda``."""
 
 from __future__ import annotations
 
@@ -26,6 +26,20 @@ def kernel(q, x, out, N: tl.constexpr):
     tl.store(out + index, dot)
 """
 
+PAIRS_KERNEL = """
+# % include "project.py.jinja"
+# % include "experts.py.jinja"
+
+
+@triton.jit
+def kernel(x, up, out, N: tl.constexpr):
+    index = tl.program_id(0) * N + tl.arange(0, N)
+    pair = tl.load(x + index)
+    tl.store(out + index * 3, larger_magnitudes(tl.load(x + index // 2 * 2) & 0x7FFF7FFF, pair))
+    tl.store(out + index * 3 + 1, scaled_halves(pair, tl.load(up + index)))
+    tl.store(out + index * 3 + 2, widened(pair.to(tl.uint16)))
+"""
+
 
 def words_times_pairs(folder: Path, interpret: bool, q: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     text = environment().from_string(KERNEL).render(interpret=interpret, pdl=False)
@@ -44,3 +58,23 @@ def test_packed_dot_product_equals_its_twin(tmp_path: Path) -> None:
     x = (x * 2.0 ** (14 - x.abs().amax(1, keepdim=True).log2().floor())).half().view(torch.int32)
     found = [words_times_pairs(tmp_path, twin, q.cuda(), x.cuda()) for twin in (False, True)]
     assert found[0].isfinite().all() and torch.equal(*found)
+
+
+def scaled_pairs(folder: Path, interpret: bool, x: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    text = environment().from_string(PAIRS_KERNEL).render(interpret=interpret, pdl=False)
+    out = torch.zeros(x.numel() * 3, dtype=torch.int32, device=x.device)
+    import_source(text, folder).kernel[(x.numel() // 128,)](x, up, out, N=128, enable_fp_fusion=True)
+    return out
+
+
+def test_magnitudes_and_scaled_pairs_equal_their_twins(tmp_path: Path) -> None:
+    if harness.device() == "cpu":
+        pytest.skip("inline PTX runs on a GPU only: pytest --device cuda")
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.randint(-20, 20, (65536, 1), generator=generator).float()
+    x = torch.randn(65536, 2, generator=generator) * 2.0**exponents
+    x[::7, 0], x[::5, 1] = 0.0, -0.0
+    up = 2.0 ** (14 - x.abs().amax(1).clamp_min(2.0**-40).log2().floor())
+    pairs = x.bfloat16().view(torch.int32).flatten()
+    found = [scaled_pairs(tmp_path, twin, pairs.cuda(), up.cuda()) for twin in (False, True)]
+    assert torch.equal(*found)
