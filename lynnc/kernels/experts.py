@@ -198,9 +198,9 @@ def _down_default(problem: Problem, target: Target) -> Knobs:
 
     The fewer registers, the more programs are resident beside those of ``experts_up`` and load while that one works.
     """
-    if int(problem["k"]) * int(problem["slots"]) % 4096 == 0:
-        return {"BLOCK_N": 8, "BLOCK_K": 4096, "EARLY": 1, "maxnreg": 112, "num_warps": 4, "num_stages": 1}
-    return {"BLOCK_N": 4, "BLOCK_K": 2048, "EARLY": 1, "maxnreg": 112, "num_warps": 4, "num_stages": 1}
+    whole = int(problem["k"]) * int(problem["slots"]) % 4096 == 0
+    sizes = {"BLOCK_N": 8, "BLOCK_K": 4096} if whole else {"BLOCK_N": 4, "BLOCK_K": 2048}
+    return {**sizes, "EARLY": 1, "maxnreg": 112 if target.has_pdl else 0, "num_warps": 4, "num_stages": 1}
 
 
 def _has_two_halves(problem: Problem, knobs: Knobs, target: Target) -> str | None:
