@@ -76,7 +76,7 @@ LEAST_BYTES = {"linear": 16, "gate_up": 16}
 EARLY_READS = {
     "attention_step": {"position", "slot", "k_cache", "v_cache"},
     "attention_partial": {"position", "slot"},
-    "gdn_step": {"position", "slot", "state"},
+    "gdn_step": {"position", "slot", "start", "state", "conv_state"},
 }
 """Reads before the wait of what no launch of the same step wrote: inputs of the step and what earlier steps left."""
 

@@ -247,6 +247,15 @@ def test_step_of_other_heads(heads: Heads) -> None:
     check(graph, found)
 
 
+@pytest.mark.parametrize("knobs", [{"STATE_FIRST": 1}, {"num_warps": 16}], ids=str)
+def test_step_of_other_knobs(knobs: dict[str, int]) -> None:
+    """A row that stores its state, one that hands it on and one that starts afresh."""
+    graph = layer_graph(GROUPED, WHOLE, 3, fused=True)
+    inputs = random_inputs(graph, Step("mixed", (7, 8, 0), (2, 2, 0)))
+    found = run_both(graph, inputs, knobs={"gdn_step": knobs}, states=stale_states(GROUPED), slots=4)
+    check(graph, found)
+
+
 @pytest.mark.parametrize("step", [*STEPS, *LONG_STEPS], ids=name_of)
 def test_conv(step: Step) -> None:
     graph, found = run_layer(GROUPED, ("conv",), step, rows=T)
@@ -406,7 +415,7 @@ class Refusal:
 REFUSALS = (
     Refusal("short ring", Heads("", ring=8), "step", {}, "a ring of 8 positions is shorter than the 11"),
     Refusal("ring under the width", Heads("", ring=3), "conv", {}, "a convolution of width 4"),
-    Refusal("few warps", Heads("", key_dim=128, value_dim=128), "step", {"num_warps": 4}, "takes 128 registers"),
+    Refusal("few warps", Heads("", key_dim=128, value_dim=128), "step", {"num_warps": 2}, "takes 256 registers"),
     Refusal("heads", Heads("", key_heads=2, value_heads=3), "delta", {}, "3 value heads are no multiple of 2"),
 )
 

@@ -28,8 +28,10 @@ from lynnc.target import Target
 
 MOST_ROWS = 8
 """Rows of the largest decode program."""
-MOST_STATE_REGISTERS = 64
-"""Registers of a thread, of 255, that the state may fill: its products with q and k need twice as many for a while."""
+MOST_STATE_REGISTERS = 128
+"""Registers of a thread, of 255, that the state may fill."""
+STATE_REGISTERS = 64
+"""Those that it fills by default: fewer mean more threads that do what each does once, such as addresses and gates."""
 
 
 def _row_args(graph: Graph, op: CausalConv) -> tuple[Arg, ...]:
@@ -82,9 +84,9 @@ def _default_delta(problem: Problem, target: Target) -> Knobs:
 
 
 def _default_step(problem: Problem, target: Target) -> Knobs:
-    """As many warps as hold the state in ``MOST_STATE_REGISTERS`` of each thread."""
+    """As many warps as hold the state in ``STATE_REGISTERS`` of each thread."""
     state = next_power_of_two(int(problem["key_dim"])) * next_power_of_two(int(problem["value_dim"]))
-    return {"PREFETCH": 1, "num_warps": min(max(state // (32 * MOST_STATE_REGISTERS), 4), 16), "num_stages": 1}
+    return {"STATE_FIRST": 0, "num_warps": min(max(state // (32 * STATE_REGISTERS), 4), 16), "num_stages": 1}
 
 
 def _conv_problem(graph: Graph, op: Op) -> Problem:
@@ -198,6 +200,7 @@ def _bind_norm(graph: Graph, op: Op, knobs: Knobs) -> Binding:
 def _bind_step(graph: Graph, op: Op, knobs: Knobs) -> Binding:
     conv, gates = need(op, CausalConv), need(op, DeltaGates)
     delta, norm = need(op, GatedDelta), need(op, GatedNorm)
+    block_v = next_power_of_two(delta.value_dim)
     args = (
         tensor_arg(graph, "qkv", conv.x),
         *_row_args(graph, conv),
@@ -222,8 +225,9 @@ def _bind_step(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         "RING": conv.ring,
         "EPS": norm.eps,
         **_head_constants(delta),
-        "BLOCK_V": next_power_of_two(delta.value_dim),
-        "PREFETCH": bool(knobs["PREFETCH"]),
+        "BLOCK_V": block_v,
+        "LINES": max(4 * 32 * knobs["num_warps"] // block_v, 1),
+        "STATE_FIRST": bool(knobs["STATE_FIRST"]),
     }
     return Binding(args, MappingProxyType(constants), (delta.value_heads, 1, 1))
 
@@ -273,7 +277,7 @@ GDN_STEP = Kernel(
     name="gdn_step",
     patterns=("GdnStep",),
     family=Family.DECODE,
-    space=MappingProxyType({"PREFETCH": Choice((0, 1)), "num_warps": PowerOfTwo(1, 16), "num_stages": ONE_STAGE}),
+    space=MappingProxyType({"STATE_FIRST": Choice((0, 1)), "num_warps": PowerOfTwo(1, 16), "num_stages": ONE_STAGE}),
     default=_default_step,
     problem=_step_problem,
     bind=_bind_step,
