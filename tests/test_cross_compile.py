@@ -76,6 +76,8 @@ LEAST_BYTES = {"linear": 16, "gate_up": 16}
 EARLY_READS = {
     "attention_step": {"position", "slot", "k_cache", "v_cache"},
     "attention_partial": {"position", "slot"},
+    "attention_combine": {"position"},
+    "combine_gate": {"position"},
     "gdn_step": {"position", "slot", "start", "state", "conv_state"},
 }
 """Reads before the wait of what no launch of the same step wrote: inputs of the step and what earlier steps left."""

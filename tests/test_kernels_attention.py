@@ -224,6 +224,9 @@ STEPS = (
     Step("padding-first", (-1, 0)),
     Step("splits-beyond-tiles", (70, 71), shape=replace(LINE, splits=8)),
     Step("one-split", (70,), shape=replace(LINE, splits=1)),
+    Step("long-run", (100,), shape=replace(LINE, splits=1)),
+    Step("rows-after-a-long-run", (100, 101, 102, 103), shape=replace(LINE, splits=1)),
+    Step("several-long-runs", (250, 251), shape=replace(LINE, splits=3)),
     Step("full-rope", (33, 34), shape=replace(LINE, rotary_dim=64, theta=1e6)),
     Step("plain-norm-no-gate", (33, 34), shape=replace(LINE, shifted=False, gate=False)),
     Step("odd-sizes", (33, 34), shape=replace(LINE, heads=3, head_dim=48, rotary_dim=12)),
@@ -237,6 +240,33 @@ def test_fused_step(step: Step) -> None:
         : 2 if step.shape.gate else 1
     ]
     _check(step, graph)
+
+
+@pytest.mark.parametrize("knobs", [{"BLOCK_T": 16}, {"BLOCK_T": 64, "STAGES": 1}], ids=str)
+def test_other_blocks_of_a_long_run(knobs: dict[str, int]) -> None:
+    step = Step("long", (137, 138), shape=replace(LINE, splits=1))
+    found = run_both(
+        graph_of(step.shape, 2),
+        step.inputs(),
+        states=_states(step.shape, 1, 160),
+        context=160,
+        knobs={"attention_step": knobs},
+    )
+    assert_close(found.kernels["gated"].float(), found.reference["gated"].float(), BF16_LIMIT)
+
+
+@pytest.mark.parametrize("block", [8, 16])
+def test_runs_combined_in_turn(block: int) -> None:
+    step = Step("many-runs", (190, 20), (0, 1), shape=replace(LINE, splits=12))
+    found = run_both(
+        graph_of(step.shape, 2),
+        step.inputs(),
+        states=_states(step.shape, 2, 200),
+        slots=2,
+        context=200,
+        knobs={"combine_gate": {"BLOCK_SPLITS": block}},
+    )
+    assert_close(found.kernels["gated"].float(), found.reference["gated"].float(), BF16_LIMIT)
 
 
 UNFUSED = (
@@ -276,6 +306,7 @@ BIT_CASES = (
     Step("from-nothing", (0, 1, 2, 3)),
     Step("two-slots", (15, 16, 64, 65), (0, 0, 1, 1)),
     Step("padded", (63, 64, -1, -1)),
+    Step("long-run", (69, 70, 71, 72), shape=replace(LINE, splits=1)),
 )
 
 

@@ -65,8 +65,14 @@ def _partial_default(problem: Problem, target: Target) -> Knobs:
     return {"num_warps": 4 if int(problem["head_dim"]) > 64 else 2, "num_stages": 1}
 
 
+def _step_default(problem: Problem, target: Target) -> Knobs:
+    """Four warps: two such programs share a multiprocessor. Eight where a wide head would spill."""
+    is_wide = int(problem["head_dim"]) > 128 and not target.has_pdl
+    return {"BLOCK_T": 32, "STAGES": 3, "num_warps": 8 if is_wide else 4, "num_stages": 1}
+
+
 def _combine_default(problem: Problem, target: Target) -> Knobs:
-    return {"BLOCK_D": 16, "num_warps": 1, "num_stages": 1}
+    return {"BLOCK_D": 16, "BLOCK_SPLITS": 64, "num_warps": 1, "num_stages": 1}
 
 
 def _tile_is_power_of_two(problem: Problem, knobs: Knobs, target: Target) -> str | None:
@@ -129,6 +135,7 @@ def _bind_step(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         **rope_constants(q),
         **_partial_constants(partial),
     }
+    constants |= {"BLOCK_T": knobs["BLOCK_T"], "STAGES": knobs["STAGES"]}
     grid = (graph.tensors[partial.partial].shape[0], partial.kv_heads, partial.splits)
     return Binding(args, MappingProxyType(constants), grid)
 
@@ -161,7 +168,7 @@ def _combine_constants(graph: Graph, combine: AttentionCombine, out: str, knobs:
         "SPLITS": combine.splits,
         "TILE": combine.tile,
         **place_constants(graph, out, "OUT"),
-        "BLOCK_SPLITS": next_power_of_two(combine.splits),
+        "BLOCK_SPLITS": min(knobs["BLOCK_SPLITS"], next_power_of_two(combine.splits)),
         "BLOCK_D": min(knobs["BLOCK_D"], next_power_of_two(combine.head_dim)),
     }
 
@@ -172,8 +179,22 @@ def _combine_grid(graph: Graph, combine: AttentionCombine, block: int) -> tuple[
 
 
 PARTIAL_SPACE: Mapping[str, Knob] = MappingProxyType({"num_warps": PowerOfTwo(2, 8), "num_stages": Choice((1, 2, 3))})
+# STAGES and not ``num_stages``: it is for the loop over blocks alone.
+STEP_SPACE: Mapping[str, Knob] = MappingProxyType(
+    {
+        "BLOCK_T": PowerOfTwo(16, 128),
+        "STAGES": Choice((1, 2, 3, 4, 5, 6)),
+        "num_warps": PowerOfTwo(2, 8),
+        "num_stages": Choice((1,)),
+    }
+)
 COMBINE_SPACE: Mapping[str, Knob] = MappingProxyType(
-    {"BLOCK_D": PowerOfTwo(16, 256), "num_warps": PowerOfTwo(1, 8), "num_stages": Choice((1,))}
+    {
+        "BLOCK_D": PowerOfTwo(16, 256),
+        "BLOCK_SPLITS": PowerOfTwo(8, 256),
+        "num_warps": PowerOfTwo(1, 8),
+        "num_stages": Choice((1,)),
+    }
 )
 
 ATTENTION_PARTIAL = Kernel(
@@ -191,8 +212,8 @@ ATTENTION_STEP = Kernel(
     name="attention_step",
     patterns=("AttentionStep",),
     family=Family.DECODE,
-    space=PARTIAL_SPACE,
-    default=_partial_default,
+    space=STEP_SPACE,
+    default=_step_default,
     problem=_step_problem,
     bind=_bind_step,
     constraints=(heads_divide, rotates_pairs, dot_fits, _tile_is_power_of_two),

@@ -6,7 +6,7 @@ Before::
 
 After::
 
-    partial = AttentionPartial(q, &k_cache, &v_cache, splits=64, tile=32)
+    partial = AttentionPartial(q, &k_cache, &v_cache, splits=128, tile=32)
     attended = AttentionCombine(partial)
 
 Why: one row has only as many programs as key/value heads, too few to fill a GPU. Runs are cut by the row's own
@@ -19,8 +19,8 @@ from __future__ import annotations
 from lynnc.ir import Attention, AttentionCombine, AttentionPartial, DType, Graph, Op, Tensor
 from lynnc.passes.patterns import ops_of, replace_ops
 
-SPLITS = 64
-"""Runs for each key/value head: with 2 of them, 128 programs, about one for each multiprocessor of a large GPU."""
+SPLITS = 128
+"""Runs for each key/value head: with 2 of them, 256 programs, about two for each multiprocessor of a large GPU."""
 TILE = 32
 """Positions that a program reads at once."""
 
