@@ -93,7 +93,7 @@ def _default(problem: Problem, target: Target) -> Knobs:
     warps = 8 if int(problem["k"]) > 2048 else 4
     if not str(problem["formats"]).startswith("nvfp4"):
         return {**knobs, "BLOCK_N": 4, "BLOCK_K": 8192, "PROGRAMS": 0, "num_warps": 8}
-    programs = 1584 // warps if problem["norm"] else 0
+    programs = (396 if warps == 4 else 264) if problem["norm"] else 0
     return {**knobs, "BLOCK_N": 8, "BLOCK_K": 512 * warps, "PROGRAMS": programs, "num_warps": warps}
 
 
