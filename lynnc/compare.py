@@ -94,11 +94,11 @@ class Comparison:
                 return
 
     def _before(self, op: Op) -> Run:
-        """What the launch reads, as it lies in GPU memory."""
+        """What the launch reads, and the memory that it writes to, of which it may leave a part as it is."""
         states = {name: self._read_state(name) for name in op.names("state")}
         weights = {name: self._values(self.graph.weights[name]) for name in op.names("weight")}
         run = Run(self.graph, weights, states, self.rows)
-        for name in dict.fromkeys(op.reads):
+        for name in dict.fromkeys((*op.reads, *op.writes)):
             run.put(name, self._read(name))
         return run
 
