@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import import_module
-from unittest.mock import patch
 
 import torch
+from meaning import Meaning, few_splits
 from reference import Case, make
-from runners import CONTEXT, FEW_SPLITS, PREFILL_ROWS, SIMULATOR_KNOBS, Followed
+from runners import CONTEXT, PREFILL_ROWS, SIMULATOR_KNOBS, Followed
 from simulated import SimulatedDevice
 
 from lynnc.compiler import Request, assemble_plan, lower_programs
@@ -19,7 +19,7 @@ from lynnc.runtime.budget import Room
 from lynnc.runtime.device import Device
 from lynnc.runtime.executor import Executor
 from lynnc.runtime.loader import prepare
-from lynnc.runtime.loading.weightsource import PlacedWeights, Progress, arrays_of
+from lynnc.runtime.loading.weightsource import PlacedWeights, Progress, WeightSource, arrays_of
 from lynnc.runtime.rows import rows_of
 from lynnc.target import find_target
 
@@ -49,17 +49,39 @@ def plan_for(case: Case, programs: tuple[str, ...] = PROGRAMS) -> Plan:
     """A plan whose kernels have no machine code."""
     options = Options(knobs=SIMULATOR_KNOBS, prefill_rows=PREFILL_ROWS, programs=programs)
     request = Request(find_target("sm_90"), options=options)
-    with patch.object(import_module("lynnc.passes.split_attention"), "SPLITS", FEW_SPLITS):
+    with few_splits():
         lowered = lower_programs(case.spec, request)
     kernels = {key: call.entry for _, low in lowered.values() for key, call in low.kernels.items()}
     return assemble_plan(case.spec, request, lowered, kernels, {})
 
 
 def executor_for(case: Case, slots: int = 1, context: int = CONTEXT, device: SimulatedDevice | None = None) -> Executor:
-    """The case's model on a simulated device."""
-    plan = plan_for(case)
-    cubins = dict.fromkeys(plan.kernels, b"")
-    return prepare(plan, cubins, HostWeights(make(case).packed), device or SimulatedDevice(), Room(slots, context))
+    """The case's model on a simulated device; on one of its own, steps run by their meaning."""
+    plan, room = plan_for(case), Room(slots, context)
+    return executor_on(plan, HostWeights(make(case).packed), room, device or meaning_device(plan, room))
+
+
+def executor_on(plan: Plan, source: WeightSource, room: Room, device: SimulatedDevice) -> Executor:
+    """A plan without machine code on a simulated device."""
+    return prepare(plan, dict.fromkeys(plan.kernels, b""), source, device, room)
+
+
+def meaning_device(plan: Plan, room: Room) -> SimulatedDevice:
+    """A device on which steps of the plan run by their meaning."""
+    return SimulatedDevice(runs=Meaning(plan, room).run)
+
+
+def states_of(executor: Executor) -> dict[str, bytearray]:
+    """Contents of all states."""
+    return {name: bytearray(executor.tensor(name).read().tobytes()) for name in executor.plan.states}
+
+
+def restore_states(executor: Executor, states: Mapping[str, bytearray]) -> None:
+    """Writes contents that ``states_of`` gave."""
+    for name, data in states.items():
+        source = (ctypes.c_char * len(data)).from_buffer(data)
+        executor.device.upload(executor.tensor(name).address, ctypes.addressof(source), len(data))
+        executor.device.synchronize()
 
 
 def logits_of(executor: Executor, rows: int = 1) -> torch.Tensor:

@@ -1,7 +1,9 @@
-"""A device that is no GPU: memory is the host's, and kernels run in Triton's interpreter, or just in time on a GPU.
+"""A device that is no GPU: memory is the host's, and kernels run in Triton's interpreter.
 
 In: calls of the runtime, with addresses. Out: the same memory contents as a GPU's. It lets the whole runtime run
-without one; what only a GPU shows (machine code, streams, graphs) is not shown here.
+without one; what only a GPU shows (machine code, streams, graphs) is not shown here. Triton's interpreter takes seconds
+for a step of a tiny model, so ``runs`` may be another function of a step's calls: ``Meaning.run`` for their meaning, or
+``record_only`` where nothing depends on values.
 
 Example::
 
@@ -12,8 +14,9 @@ Example::
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -61,17 +64,30 @@ class SimulatedGraph:
         self.is_closed = True
 
 
+def record_only(calls: Sequence[Call]) -> None:
+    """Launches nothing."""
+
+
 class SimulatedDevice:
     """``lynnc.runtime.device.Device`` on the host. ``fail_at`` names an op whose launch fails."""
 
-    def __init__(self, memory_bytes: int = 1 << 34, capability: int = 90) -> None:
+    def __init__(
+        self,
+        memory_bytes: int = 1 << 34,
+        capability: int = 90,
+        runs: Callable[[Sequence[Call]], None] | None = None,
+    ) -> None:
         self.facts = DeviceFacts("simulated GPU", capability, 4, memory_bytes, 1 << 20, "0.0")
         self.blocks: list[Block] = []
         self.pinned: list[Block] = []
         self.entries: dict[str, KernelEntry] = {}
         self.launched: list[Call] = []
         self.fail_at = ""
-        self._simulator = Simulator(self.entries, {}, {}, 0)
+        self.runs = runs or self.run_kernels
+
+    @cached_property
+    def simulator(self) -> Simulator:
+        return Simulator(self.entries, {}, {}, 0)
 
     def free_bytes(self) -> int:
         return self.facts.memory_bytes - self.taken
@@ -133,11 +149,17 @@ class SimulatedDevice:
         for call in calls:
             if call.op == self.fail_at:
                 raise DeviceError(f"Running {call.op} failed: launch failed.")
-            self.launched.append(call)
+            assert call.kernel in self.entries, f"{call.op} is launched with a kernel that was not loaded"
+        self.launched += calls
+        self.runs(calls)
+
+    def run_kernels(self, calls: Sequence[Call]) -> None:
+        """In Triton's interpreter."""
+        for call in calls:
             entry = self.entries[call.kernel]
             values = zip(entry.signature.items(), call.values, strict=False)
             arguments = {name: self._argument(kind, value) for (name, kind), value in values}
-            self._simulator.function(entry)[call.grid](**arguments, **entry.constants)
+            self.simulator.function(entry)[call.grid](**arguments, **entry.constants)
 
     def _argument(self, kind: str, value: int) -> Any:
         if kind not in POINTER_DTYPE:
