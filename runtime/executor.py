@@ -106,7 +106,7 @@ class Executor:
 
     def stream(self, count: int, slot: int = 0) -> Iterator[int]:
         """The tokens of ``decode``, each as soon as it is chosen."""
-        start = slot * self.context + self.lengths[self._checked_slot(slot)] + 1
+        start = slot * self.context + self._checked_sequence(count, slot) + 1
         history = self.memory.history
         for index in range(start, start + count):
             history[index] = -1
@@ -119,10 +119,7 @@ class Executor:
 
     def enqueue(self, count: int, slot: int = 0) -> int:
         """Launches ``count`` decode steps and does not wait; where in the history their tokens will stand."""
-        length = self.lengths[self._checked_slot(slot)]
-        if length == 0:
-            raise OptionError(f"Slot {slot} holds no sequence: give it a prompt first.")
-        self._check_room(length, count, slot)
+        length = self._checked_sequence(count, slot)
         graph = self.graph(DECODE)
         if self._ready != (slot, length):
             self.device.synchronize()
@@ -186,12 +183,17 @@ class Executor:
         self._ready = None
 
     def program(self, name: str) -> Program:
-        """A program of the plan; PlanError if it was not compiled."""
+        """A program of the plan; PlanError if it was not compiled, OptionError if it was not loaded."""
         found = self.plan.programs.get(name)
         if found is None:
             raise PlanError(
                 f"{self.plan.name} has the programs {', '.join(self.plan.programs)}, not {name}: compile it with "
                 f"--programs {','.join((*self.plan.programs, name))}."
+            )
+        if self.room.programs and name not in self.room.programs:
+            raise OptionError(
+                f"{self.plan.name} was loaded with {', '.join(self.room.programs)} alone, not {name}: add it to the "
+                "programs of its room."
             )
         return found
 
@@ -211,6 +213,14 @@ class Executor:
         if not 0 <= slot < self.room.slots:
             raise OptionError(f"There is no slot {slot}: the plan was loaded with {self.room.slots}.")
         return slot
+
+    def _checked_sequence(self, count: int, slot: int) -> int:
+        """Length of a slot's sequence, which has begun and has room for ``count`` tokens."""
+        length = self.lengths[self._checked_slot(slot)]
+        if length == 0:
+            raise OptionError(f"Slot {slot} holds no sequence: give it a prompt first.")
+        self._check_room(length, count, slot)
+        return length
 
     def _check_room(self, length: int, count: int, slot: int) -> None:
         """The sequence and the token that follows it fit the context."""

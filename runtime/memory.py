@@ -74,7 +74,7 @@ class Memory:
         self.device.synchronize()
 
     def tensor(self, name: str, device: Device) -> DeviceTensor:
-        """An input, output or state by name, with the rows of the largest program; OptionError for another."""
+        """An input, output or state by name, with the rows of the largest loaded program; OptionError for another."""
         if name in self.plan.states:
             state = self.plan.states[name]
             shape = (self.room.slots, *(evaluate(size, context=self.room.context) for size in state.shape))
@@ -83,6 +83,7 @@ class Memory:
             (place.bytes, place, program.max_rows)
             for program in self.plan.programs.values()
             for place in program.tensors
+            if program.name in (self.room.programs or self.plan.programs)
             if place.name == name and place.offset is None
         ]
         if found:
