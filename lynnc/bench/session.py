@@ -15,7 +15,7 @@ from pathlib import Path
 from lynnc.bench.kernels import KernelTime, time_kernels
 from lynnc.bench.timing import Effort, Timing, time_decode, time_generation, time_rows, timing_of
 from lynnc.plan import Plan
-from lynnc.programs import program_rows
+from lynnc.programs import MOST_DECODE_ROWS, program_rows
 from lynnc.runtime.budget import Room
 from lynnc.runtime.executor import DECODE, Executor
 from lynnc.runtime.loader import load
@@ -39,8 +39,9 @@ class Wish:
 
     @property
     def room(self) -> int:
-        """Positions that the longest measurement needs."""
-        return max(self.contexts) + self.effort.steps + self.effort.warmup + 16
+        """Positions that the longest measurement needs: every launch of a step goes on by one."""
+        launches = max(self.effort.steps, self.effort.repeats, self.effort.warmup)
+        return max(self.contexts) + launches + MOST_DECODE_ROWS + 2
 
 
 @dataclass(frozen=True, slots=True)

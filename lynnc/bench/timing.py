@@ -82,16 +82,17 @@ def time_decode(executor: Executor, context: int, effort: Effort) -> Timing:
 
 
 def time_rows(executor: Executor, rows: int, context: int, effort: Effort) -> Timing:
-    """GPU time of a step of several rows of one sequence behind ``context`` tokens."""
-    graph = executor.graph(f"decode/{rows}")
-    executor.memory.write_rows(rows_of([TOKEN] * rows, context))
+    """GPU time of a step of several rows of one sequence behind ``context`` tokens; each repeat begins there again."""
+    graph, device, seconds = executor.graph(f"decode/{rows}"), executor.device, []
     executor.forget_ready()
-
-    def run() -> None:
+    for _ in range(effort.repeats):
+        executor.memory.write_rows(rows_of([TOKEN] * rows, context))
+        graph.launch()
+        first = device.mark()
         for _ in range(effort.steps):
             graph.launch()
-
-    return repeat(executor, run, effort.repeats).over(effort.steps)
+        seconds.append(device.seconds_between(first, device.mark()))
+    return timing_of(seconds).over(effort.steps)
 
 
 def time_generation(executor: Executor, context: int, effort: Effort) -> tuple[Timing, Timing]:
