@@ -17,13 +17,16 @@ import subprocess
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lynnc.errors import OptionError, OutputError, PeerError
 from lynnc.model import ModelSpec
 from lynnc.runtime.peers.ggufshape import gguf_model
-from lynnc.runtime.peers.ggufwrite import Progress, write_gguf
+
+if TYPE_CHECKING:
+    from lynnc.runtime.peers.ggufwrite import Progress
 
 NAME = "llama-bench"
 SECONDS = 3600.0
@@ -75,6 +78,18 @@ def parse_peer(text: str) -> Path:
     return program.absolute()
 
 
+def import_writer() -> Any:
+    """The module that writes GGUF files; OptionError if a package that it needs is not there."""
+    try:
+        import_module("gguf")
+        return import_module("lynnc.runtime.peers.ggufwrite")
+    except ModuleNotFoundError as error:
+        raise OptionError(
+            f"--peer needs the Python package {error.name}: install lynnc with its extra, as in "
+            "`pip install -e '.[bench]'`, or leave --peer out."
+        ) from error
+
+
 def measure_peer(
     program: Path, spec: ModelSpec, run: PeerRun, on_progress: Progress | None = None
 ) -> tuple[PeerSpeed, ...]:
@@ -82,7 +97,7 @@ def measure_peer(
 
     ModelError if llama.cpp has no such model, OutputError if there is no room, PeerError if the program fails.
     """
-    model = gguf_model(spec)
+    model, writer = gguf_model(spec), import_writer()
     try:
         scratch = tempfile.TemporaryDirectory(prefix="lynnc-peer-", dir=run.folder)
     except OSError as error:
@@ -91,7 +106,7 @@ def measure_peer(
         ) from error
     with scratch as folder:
         path = Path(folder) / f"{spec.name}.gguf"
-        write_gguf(model, path, run.seed, on_progress)
+        writer.write_gguf(model, path, run.seed, on_progress)
         return run_llama_bench(program, path, run)
 
 
