@@ -113,9 +113,10 @@ def print_census(census: Census) -> None:
 
 
 def print_peer(peers: Sequence[PeerSpeed], steps: Sequence[StepTime]) -> None:
-    """The peer's speed beside ours, measured in this call."""
+    """The peer's speed beside ours, measured in this call, and which build on what it was."""
     ours = {found.context: 1 / found.step.median for found in steps if found.rows == 1}
-    columns = [number("context"), number("llama.cpp"), number("spread"), number("lynnc"), number("ratio")]
+    names = ("context", "llama.cpp", "spread", "lynnc", "ratio")
+    columns = [*map(number, names), text("build"), text("backends"), text("device")]
     rows = [
         [
             f"{peer.context:,}",
@@ -123,6 +124,9 @@ def print_peer(peers: Sequence[PeerSpeed], steps: Sequence[StepTime]) -> None:
             f"{peer.spread:.1f}",
             f"{ours[peer.context]:,.1f}",
             f"{ours[peer.context] / peer.tokens_per_second:.2f}",
+            peer.build or "not said",
+            peer.backends or "not said",
+            peer.device,
         ]
         for peer in peers
         if peer.context in ours
