@@ -27,8 +27,14 @@ INTERRUPTED = 130
 TERMINATED = 143
 
 
-WEIGHT_PACKAGES = ("torch", "safetensors", "xxhash", "tokenizers", "numpy")
-"""What only the commands that read weights import; ``lynnc compile`` works without."""
+EXTRAS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        **{name: (name, "weights") for name in ("torch", "safetensors", "xxhash", "tokenizers", "numpy")},
+        "cuda": ("cuda-bindings", "runtime"),
+        "gguf": ("gguf", "bench"),
+    }
+)
+"""Package and extra of the modules that only some commands import; ``lynnc compile`` works without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +81,12 @@ class Commands(click.Group):
         try:
             command = import_module(entry.module).command
         except ModuleNotFoundError as error:
-            if error.name not in WEIGHT_PACKAGES:
+            package, extra = EXTRAS.get((error.name or "").partition(".")[0], ("", ""))
+            if not package:
                 raise
             raise OptionError(
-                f"lynnc {cmd_name} needs the Python package {error.name}: install lynnc with its extra, as in "
-                "`pip install -e '.[weights]'`."
+                f"lynnc {cmd_name} needs the Python package {package}: install lynnc with its extra, as in "
+                f"`pip install -e '.[{extra}]'`."
             ) from None
         assert isinstance(command, click.Command)
         return command
