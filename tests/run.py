@@ -73,7 +73,7 @@ def _install(python: str) -> bool:
         return False
     _say(f"installs the project and its test tools beside torch {torch}")
     # Naming the installed torch makes pip respect what it asks for, such as the one Triton of a CUDA build.
-    if _run([*_pip(python), "--editable", f"{ROOT}[test,weights,bench]", f"torch=={torch}"]) != 0:
+    if _run([*_pip(python), "--editable", f"{ROOT}[test,weights,runtime,bench]", f"torch=={torch}"]) != 0:
         _complain(
             f"see pip's message above. If it is about triton, torch {torch} asks for one that lynnc cannot use: "
             "run this in a virtual environment with another torch, or with none."
