@@ -33,7 +33,7 @@ from lynnc.runtime.executor import DECODE
 from lynnc.runtime.loading.generated import GeneratedWeights
 from lynnc.runtime.loading.packedfolder import PackedFolder
 from lynnc.runtime.loading.weightsource import WeightSource
-from lynnc.runtime.peers.llamabench import PeerRun, measure_peer, parse_peer
+from lynnc.runtime.peers.llamabench import PeerRun, import_writer, measure_peer, parse_peer
 from lynnc.store import Store
 from lynnc.target import DEVICES, Device, default_device, find_device, find_target
 
@@ -111,8 +111,9 @@ def run(arguments: Arguments) -> None:
     if arguments.output:
         check_file(arguments.output, arguments.force)
     source = _source(arguments)
-    peer = parse_peer(arguments.peer) if arguments.peer else None
+    peer = _peer(arguments)
     subject = find_subject(arguments.subject)
+    _check_room(wish, subject)
     facts = open_device(arguments.gpu).facts
     device = _device(arguments, facts)
     outcome = Outcome()
@@ -127,10 +128,9 @@ def run(arguments: Arguments) -> None:
             _measure(arguments, session, wish, outcome)
             session.executor.close()
             if peer:
-                folder_of_peer = arguments.peer_folder or Path(tempfile.gettempdir())
                 note("writing a model for llama-bench and running it")
-                run_of_peer = PeerRun(folder=folder_of_peer, contexts=wish.contexts)
-                outcome.peers += measure_peer(peer, subject.spec, run_of_peer)
+                place = arguments.peer_folder or Path(tempfile.gettempdir())
+                outcome.peers += measure_peer(peer, subject.spec, PeerRun(folder=place, contexts=wish.contexts))
         finally:
             if arguments.output:
                 write_records(arguments.output, records_of(outcome, setting), arguments.force)
@@ -142,7 +142,7 @@ def run(arguments: Arguments) -> None:
 
 def _measure(arguments: Arguments, session: Session, wish: Wish, outcome: Outcome) -> None:
     outcome.loads, outcome.memory = session.loads, session.memory
-    outcome.census = census_of(session.executor, DECODE) if DECODE in session.plan.programs else None
+    outcome.census = census_of(session.executor, DECODE) if DECODE in wish.programs else None
     for step in session.step_times(wish, _say):
         outcome.steps.append(step)
     if wish.with_kernels:
@@ -162,20 +162,43 @@ def _wish(arguments: Arguments) -> Wish:
         contexts = (0,)
     if any(context < 1 for context in contexts):
         raise OptionError(f"--contexts {arguments.contexts}: write numbers above 0, such as 128,4096.")
+    programs = parse_programs(arguments.programs)
+    if DECODE not in programs and (arguments.kernels or arguments.breakdown or arguments.census or arguments.peer):
+        raise OptionError(
+            f"--programs {arguments.programs}: kernels, census and peer belong to {DECODE}; add it to the list."
+        )
     return Wish(
         contexts=contexts,
         effort=Effort(arguments.repeats, arguments.steps),
         with_kernels=arguments.kernels or arguments.breakdown,
         with_marginal=arguments.breakdown,
         loads=arguments.loads,
-        programs=parse_programs(arguments.programs),
+        programs=programs,
     )
+
+
+def _check_room(wish: Wish, subject: Subject) -> None:
+    most = subject.spec.max_context
+    if wish.room > most:
+        raise OptionError(
+            f"--contexts {','.join(map(str, wish.contexts))}: measuring there needs {wish.room} positions and "
+            f"{subject.spec.name} has {most}; choose smaller ones."
+        )
 
 
 def _source(arguments: Arguments) -> WeightSource:
     if arguments.random_weights == (arguments.weights is not None):
         raise OptionError("Weights are needed, once: give --weights FOLDER or --random-weights.")
     return PackedFolder(arguments.weights) if arguments.weights else GeneratedWeights(arguments.seed)
+
+
+def _peer(arguments: Arguments) -> Path | None:
+    """The peer's program; what is missing for it is said before anything is measured."""
+    if not arguments.peer:
+        return None
+    program = parse_peer(arguments.peer)
+    import_writer()
+    return program
 
 
 def _weights_text(arguments: Arguments) -> str:
