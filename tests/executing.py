@@ -14,6 +14,7 @@ from runners import CONTEXT, PREFILL_ROWS, SIMULATOR_KNOBS, Followed
 from simulated import SimulatedDevice
 
 from lynnc.compiler import Request, assemble_plan, lower_programs
+from lynnc.model import ModelSpec
 from lynnc.plan import Options, Plan
 from lynnc.runtime.budget import Room
 from lynnc.runtime.device import Device
@@ -45,14 +46,19 @@ class HostWeights:
 
 
 @cache
-def plan_for(case: Case, programs: tuple[str, ...] = PROGRAMS) -> Plan:
+def plan_for(case: Case) -> Plan:
     """A plan whose kernels have no machine code."""
-    options = Options(knobs=SIMULATOR_KNOBS, prefill_rows=PREFILL_ROWS, programs=programs)
+    return plan_of(case.spec)
+
+
+def plan_of(spec: ModelSpec) -> Plan:
+    """The same for any model."""
+    options = Options(knobs=SIMULATOR_KNOBS, prefill_rows=PREFILL_ROWS, programs=PROGRAMS)
     request = Request(find_target("sm_90"), options=options)
     with few_splits():
-        lowered = lower_programs(case.spec, request)
+        lowered = lower_programs(spec, request)
     kernels = {key: call.entry for _, low in lowered.values() for key, call in low.kernels.items()}
-    return assemble_plan(case.spec, request, lowered, kernels, {})
+    return assemble_plan(spec, request, lowered, kernels, {})
 
 
 def executor_for(case: Case, slots: int = 1, context: int = CONTEXT, device: SimulatedDevice | None = None) -> Executor:

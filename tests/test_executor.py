@@ -204,6 +204,34 @@ def test_what_cannot_be_is_refused_before_anything_runs(executor: Executor, case
     assert len(executor.device.launched) == launched
 
 
+def test_a_refused_stream_leaves_other_slots_alone(executor: Executor) -> None:
+    prompt = judged(TINY).tokens[:4]
+    first = executor.prefill(prompt, slot=1)
+    expected = executor.decode(2, slot=1)
+    executor.reset(1)
+    assert executor.prefill(prompt, slot=1) == first
+    executor.prefill(prompt)
+    with pytest.raises(OptionError, match="do not fit"):
+        next(executor.stream(CONTEXT))
+    with pytest.raises(OptionError, match="no slot 2"):
+        next(executor.stream(1, slot=2))
+    assert executor.decode(2, slot=1) == expected
+
+
+def test_only_what_was_loaded_can_be_run_and_lent() -> None:
+    plan, room = plan_for(TINY), Room(1, CONTEXT, programs=("decode/1",))
+    device = SimulatedDevice(runs=record_only)
+    executor = executor_on(plan, HostWeights(make(TINY).packed), room, device)
+    used = {launch.kernel for launch in plan.programs["decode/1"].launches}
+    assert set(device.entries) == used
+    assert executor.tensor("logits").shape == (1, 384)
+    assert device.taken == executor.budget.gpu_bytes < executor_for(TINY).budget.gpu_bytes
+    with pytest.raises(OptionError, match=r"was loaded with decode/1 alone, not prefill: add it"):
+        executor.prefill([1])
+    with pytest.raises(PlanError, match="has no program decode/3: it has decode/1"):
+        executor_on(plan, HostWeights(make(TINY).packed), Room(1, CONTEXT, ("decode/3",)), device)
+
+
 def test_a_sequence_ends_where_the_context_does() -> None:
     executor = executor_for(TINY, context=PROMPT + 3)
     executor.prefill(judged(TINY).tokens[:PROMPT])
