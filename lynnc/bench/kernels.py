@@ -49,18 +49,19 @@ class KernelTime:
 
 
 class Parts:
-    """A program's launches, each reading and writing memory that no other tensor shares."""
+    """A program's launches, each reading and writing memory that no other tensor shares; ``own`` says where."""
 
     def __init__(self, executor: Executor, name: str, context: int) -> None:
         self.executor, self.program, self.context = executor, executor.program(name), context
         self.rows = self.program.max_rows
+        self.own = self._own_memory(self.program)
         self.calls = calls_of(
             self.program,
             executor.kernels,
             executor.memory.addresses,
             self.rows,
             executor.context,
-            self._own_memory(self.program),
+            self.own,
         )
         executor.assume(context, TOKEN)
         self.launch(self.calls)
