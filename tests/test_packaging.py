@@ -118,13 +118,31 @@ def modules_of(package: str) -> str:
 
 
 COMPILER = ("jinja2", "lynnc.autotune", "lynnc.compile", "lynnc.kernels", "lynnc.passes", "lynnc.templates", "triton")
+EXECUTOR = "lynnc.runtime.executor, lynnc.runtime.cudadevice, lynnc.runtime.loading.generated"
+LOADER = f"lynnc.runtime.loader, {modules_of('lynnc.runtime.loading')}"
+RANDOM = "lynnc.runtime.random.fillkernels, lynnc.runtime.random.randomweights"
 CASES = (
     Case("plan", "lynnc.plan, lynnc.planfile, lynnc.dims", (*COMPILER, "numpy", "sympy", "torch", "yaml")),
     Case("runtime package", "lynnc.runtime", (*COMPILER, "sympy")),
     Case("runtime modules", modules_of("lynnc.runtime"), COMPILER),
+    Case("executor", EXECUTOR, (*COMPILER, "cuda", "numpy", "safetensors", "sympy", "torch", "yaml")),
+    Case("loader", LOADER, (*COMPILER, "cuda", "numpy", "safetensors", "torch", "yaml")),
+    Case("random weights", RANDOM, (*COMPILER, "cuda", "numpy", "sympy", "torch", "yaml")),
+    Case("random weights in numpy", modules_of("lynnc.runtime.random"), (*COMPILER, "cuda", "torch")),
+    Case("benchmark", "lynnc.cli.bench", ("cuda", "gguf", "numpy", "torch", "triton")),
     Case("compiler", "lynnc.compiler, lynnc.planfile", ("numpy", "torch", "transformers", "triton")),
     Case("help", "lynnc.cli.main", ("jinja2", "numpy", "sympy", "torch", "triton")),
 )
+
+
+def test_the_runtime_package_gives_its_names_when_they_are_asked_for() -> None:
+    code = (
+        "import sys, lynnc.runtime as r; print(*sys.modules); print(*(getattr(r, name).__name__ for name in r.__all__))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded, names = run.stdout.splitlines()
+    assert "lynnc.runtime.loader" not in loaded.split()
+    assert names.split() == ["BorrowedWeights", "Executor", "Room", "Row", "load"]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
