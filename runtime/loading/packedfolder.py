@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -68,13 +69,16 @@ class PackedFolder:
         total = sum(shard.bytes for shard in shards)
         reader = _Reader(device, self.is_checked, sum(array.bytes for s in shards for array in s.arrays), progress)
         found: dict[str, int] = {}
-        with ThreadPoolExecutor(self.threads) as pool:
-            waiting: list[Future[None]] = []
+        waiting: list[Future[None]] = []
+        with ThreadPoolExecutor(self.threads) as pool, ExitStack() as failure:
+            failure.callback(_stop, waiting, reader)
             for shard in shards:
                 block = device.allocate(shard.bytes)
                 found.update({array.name: block + array.offset for array in shard.arrays})
                 waiting += [pool.submit(reader.read, array, block + array.offset) for array in shard.arrays]
-            _finish(waiting, reader)
+            for future in waiting:
+                future.result()
+            failure.pop_all()
         device.synchronize()
         reader.release()
         addresses = {
@@ -83,16 +87,11 @@ class PackedFolder:
         return PlacedWeights(addresses, total)
 
 
-def _finish(waiting: list[Future[None]], reader: _Reader) -> None:
-    """Waits for all reads; the first failure ends them and is raised."""
-    try:
-        for future in waiting:
-            future.result()
-    except BaseException:
-        reader.is_stopped.set()
-        for future in waiting:
-            future.cancel()
-        raise
+def _stop(waiting: list[Future[None]], reader: _Reader) -> None:
+    """Ends all reads, also those that have begun."""
+    reader.is_stopped.set()
+    for future in waiting:
+        future.cancel()
 
 
 def checked_index(folder: Path, plan: Plan) -> PackedIndex:
