@@ -23,4 +23,14 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     torch.set_num_threads(1)  # tensors are tiny and every core runs a test process of its own
+    if device == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda: torch sees no GPU here.")
     harness.use_device(device)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--device") == "cuda":
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="machine code runs on a GPU only: pytest --device cuda"))

@@ -42,6 +42,7 @@ class HostWeights:
             stored = self.arrays[weight.name, array.array].contiguous()
             found[weight.name, array.array] = address = device.allocate(array.bytes)
             device.upload(address, stored.data_ptr(), array.bytes)
+            device.synchronize()
         return PlacedWeights(found, self.resident_bytes(plan))
 
 

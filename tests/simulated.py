@@ -24,6 +24,7 @@ import torch
 from lynnc.artifact import Parameter
 from lynnc.errors import DeviceError
 from lynnc.plan import KernelEntry
+from lynnc.runtime.cudadevice import kernel_facts
 from lynnc.runtime.device import Call, DeviceFacts, KernelFacts
 from lynnc.runtime.random.fill import Fill
 from lynnc.runtime.random.fillbits import fill_array
@@ -143,6 +144,8 @@ class SimulatedDevice:
 
     def load_kernel(self, entry: KernelEntry, cubin: bytes) -> KernelFacts:
         self.entries[entry.key] = entry
+        if entry.artifact:
+            return kernel_facts(entry)
         parameters = tuple(Parameter(name, kind) for name, kind in entry.signature.items())
         hidden = Parameter("global_scratch", "*i8", hidden=True)
         return KernelFacts("kernel", 128, 0, 0, bool(entry.structure["pdl"]), (*parameters, hidden))

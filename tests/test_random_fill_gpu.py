@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 
-import harness
 import numpy as np
 import pytest
 import torch
@@ -16,6 +15,8 @@ from test_random_fill import CASES, Case
 from lynnc.runtime.random.fill import Fill
 from lynnc.runtime.random.fillbits import fill_array
 from lynnc.runtime.random.fillkernels import FillLaunch, fill_launch, read_ptx
+
+pytestmark = pytest.mark.gpu
 
 COUNT = 3_000_017
 """More than all threads of a launch, and no multiple of anything."""
@@ -50,8 +51,6 @@ def check(code: int, what: str) -> None:
 
 @pytest.fixture(scope="module")
 def driver() -> Driver:
-    if harness.device() == "cpu":
-        pytest.skip("machine code runs on a GPU only: pytest --device cuda")
     return Driver()
 
 
