@@ -76,7 +76,8 @@ def _kernel_cells(kernel: KernelTime, device: Device) -> list[str]:
     seconds = kernel.alone.median
     moving = kernel.bytes / device.bandwidth_bytes_per_s
     rest = kernel.total - kernel.count * (moving + device.launch_overhead_s)
-    marginal = "" if kernel.marginal is None else f"-{duration(kernel.marginal * kernel.count)}"
+    less = (kernel.marginal or 0.0) * kernel.count
+    marginal = "" if kernel.marginal is None else f"{'-' if less > 0 else '+'}{duration(abs(less))}"
     return [
         kernel.label,
         kernel.kernel,
