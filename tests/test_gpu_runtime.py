@@ -5,6 +5,7 @@ Tiny models are compiled for the GPU that is there. The judge computes on the CP
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from executing import HostWeights, follow_executor, logits_of, restore_states, states_of
 from packing import packed_to, written
 from reference import FAMILIES, LIMIT, PROMPT, Case, judged, make
@@ -20,6 +22,7 @@ from runners import CONTEXT, check
 from safetensors.torch import load_file
 
 import lynnc.runtime
+from lynnc.cli.main import cli
 from lynnc.compare import first_difference
 from lynnc.compiler import Request, compile_model
 from lynnc.errors import DeviceError, PlanError
@@ -246,6 +249,23 @@ def test_a_plan_for_another_gpu_names_both(plans: Plans, tmp_path: Path) -> None
 def test_more_memory_than_there_is_is_refused_with_numbers(plans: Plans) -> None:
     with pytest.raises(DeviceError, match=r"The plan needs .* GiB of GPU memory .* free: choose a smaller context"):
         plans.load(TINY, Room(2_000_000, 512))
+
+
+def test_the_benchmark_measures_everything(plans: Plans, tmp_path: Path) -> None:
+    few = ("--contexts", "8,40", "--repeats", "3", "--steps", "5", "--loads", "2", "--programs", "decode/1,decode/4")
+    output = tmp_path / "records.json"
+    asked = ("bench", str(plans.of(TINY)), "--random-weights", *few, "--breakdown", "-o", str(output), "--json")
+    result = CliRunner().invoke(cli, asked)
+    assert result.exit_code == 0, result.output
+    records = json.loads(result.stdout)
+    assert records == json.loads(output.read_text())
+    steps = {
+        (item["params"]["rows"], item["params"]["context"]) for item in records if item["metric"] == "decode_step_us"
+    }
+    assert steps == {(1, 8), (1, 40), (4, 8), (4, 40)}
+    assert all(
+        item["value"] > 0 for item in records if item["metric"] in ("decode_step_us", "kernel_us", "graph_nodes")
+    )
 
 
 FAULT = """
