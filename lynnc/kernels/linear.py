@@ -13,6 +13,7 @@ from lynnc.kernels.kernel import (
     Choice,
     Family,
     Kernel,
+    Knob,
     Knobs,
     PowerOfTwo,
     Problem,
@@ -107,7 +108,7 @@ def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
     columns = [0 if adds else placed(graph, linear.out).offset for linear in linears]
     widths = [graph.tensors[linear.out].width for linear in linears]
     has_second = len(linears) > 1
-    programs = [_programs(width, knobs) for width in (widths[0], widths[-1])]
+    programs = [programs_for(width, knobs) for width in (widths[0], widths[-1])]
     args = (
         *input_args(graph, op, x),
         tensor_arg(graph, "residual", adds[0].a) if adds else null_arg("residual", "*bf16"),
@@ -143,26 +144,29 @@ def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
     return Binding(args, MappingProxyType(constants), (sum(programs[: len(linears)]) + bool(stored), 1, 1))
 
 
-def _programs(width: int, knobs: Knobs) -> int:
+def programs_for(width: int, knobs: Knobs) -> int:
     """Programs for a weight: one for each tile of rows, or no more than PROGRAMS that take several in turn."""
     tiles = int(ceil_div(width, knobs["BLOCK_N"]))
     return min(tiles, knobs["PROGRAMS"]) if knobs["PROGRAMS"] else tiles
 
 
+PERSISTENT_SPACE: Mapping[str, Knob] = MappingProxyType(
+    {
+        "BLOCK_N": PowerOfTwo(1, 256),
+        "BLOCK_K": PowerOfTwo(512, 16384),
+        "PROGRAMS": Choice((0, 48, 96, 132, 192, 264, 396, 528, 792, 1056)),
+        "num_warps": PowerOfTwo(1, 16),
+        "num_stages": Choice((1, 2, 3)),
+        "maxnreg": Choice((0, 64, 80, 96, 128, 168)),
+    }
+)
+"""Of kernels whose programs take several tiles in turn; ``maxnreg`` is the most registers of a thread, 0 for any."""
+
 LINEAR = Kernel(
     name="linear",
     patterns=("Linear", "Projections", "NormLinear", "NormProjections", "LinearResidual"),
     family=Family.DECODE,
-    space=MappingProxyType(
-        {
-            "BLOCK_N": PowerOfTwo(1, 256),
-            "BLOCK_K": PowerOfTwo(512, 8192),
-            "PROGRAMS": Choice((0, 48, 96, 132, 192, 264, 396, 528, 792, 1056)),
-            "num_warps": PowerOfTwo(1, 16),
-            "num_stages": Choice((1, 2, 3)),
-            "maxnreg": Choice((0, 64, 80, 96, 128, 168)),
-        }
-    ),
+    space=PERSISTENT_SPACE,
     default=_default,
     problem=linear_problem,
     bind=_bind,

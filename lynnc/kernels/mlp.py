@@ -22,8 +22,8 @@ from lynnc.kernels.kernel import (
     value_arg,
     weight_args,
 )
-from lynnc.kernels.linear import block_columns, input_args, input_facts, norm_facts
-from lynnc.kernels.moe import ELEMENTWISE_SPACE, PROJECTION_SPACE, elementwise_default
+from lynnc.kernels.linear import PERSISTENT_SPACE, block_columns, input_args, input_facts, norm_facts, programs_for
+from lynnc.kernels.moe import ELEMENTWISE_SPACE, elementwise_default
 from lynnc.target import Target
 
 
@@ -59,6 +59,7 @@ def _bind_gate_up(graph: Graph, op: Op, knobs: Knobs) -> Binding:
     weight = graph.weights[linear.weight]
     is_stored = norm is not None and norm.out in op.writes
     size = graph.tensors[act.out].width
+    programs = programs_for(size, knobs)
     args = (
         *input_args(graph, op, linear.x),
         tensor_arg(graph, "normed", norm.out) if norm and is_stored else null_arg("normed", "*bf16"),
@@ -67,6 +68,7 @@ def _bind_gate_up(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         value_arg("first_row", linear.first_row),
         value_arg("n", size),
         value_arg("count", graph.tensors[act.out].shape[0]),
+        value_arg("programs", programs),
     )
     constants = {
         **input_facts(graph, op, linear.x),
@@ -77,12 +79,15 @@ def _bind_gate_up(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         "BLOCK_N": knobs["BLOCK_N"],
         "BLOCK_K": block_columns(weight, knobs["BLOCK_K"]),
     }
-    return Binding(args, MappingProxyType(constants), (ceil_div(size, knobs["BLOCK_N"]), 1, 1))
+    return Binding(args, MappingProxyType(constants), (programs + is_stored, 1, 1))
 
 
 def _gate_up_default(problem: Problem, target: Target) -> Knobs:
+    """As a projection with a norm, with rows of gate and of up in each tile."""
     wide = int(problem["k"]) > 2048
-    return {"BLOCK_N": 4, "BLOCK_K": 4096 if wide else 2048, "num_warps": 8 if wide else 4, "num_stages": 1}
+    sizes = {"BLOCK_N": 4, "BLOCK_K": 4096, "num_warps": 8} if wide else {"BLOCK_N": 4, "BLOCK_K": 2048, "num_warps": 4}
+    programs = (264 if wide else 396) if str(problem["formats"]).startswith("nvfp4") else 0
+    return {**sizes, "PROGRAMS": programs, "maxnreg": 0, "num_stages": 1}
 
 
 SILU_MUL = Kernel(
@@ -98,7 +103,7 @@ GATE_UP = Kernel(
     name="gate_up",
     patterns=("GateUp", "NormGateUp"),
     family=Family.DECODE,
-    space=PROJECTION_SPACE,
+    space=PERSISTENT_SPACE,
     default=_gate_up_default,
     problem=_gate_up_problem,
     bind=_bind_gate_up,
