@@ -140,6 +140,7 @@ def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         "BLOCK_N": knobs["BLOCK_N"],
         "BLOCK_K": block_columns(first, knobs["BLOCK_K"]),
         "BLOCK_K2": block_columns(second, knobs["BLOCK_K"]),
+        "BLOCK_ROW": next_power_of_two(first.columns),
     }
     return Binding(args, MappingProxyType(constants), (sum(programs[: len(linears)]) + bool(stored), 1, 1))
 

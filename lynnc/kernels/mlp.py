@@ -15,6 +15,7 @@ from lynnc.kernels.kernel import (
     ceil_div,
     find,
     need,
+    next_power_of_two,
     null_arg,
     part_rows,
     placed,
@@ -78,6 +79,7 @@ def _bind_gate_up(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         "PART_ROWS": part_rows(weight),
         "BLOCK_N": knobs["BLOCK_N"],
         "BLOCK_K": block_columns(weight, knobs["BLOCK_K"]),
+        "BLOCK_ROW": next_power_of_two(weight.columns),
     }
     return Binding(args, MappingProxyType(constants), (programs + is_stored, 1, 1))
 
