@@ -128,7 +128,7 @@ def _bind_up(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         "BLOCK_K": block_columns(weight, knobs["BLOCK_K"]),
         "PAIRED": _is_paired(weight),
         "PAIRED2": second is not None and _is_paired(second),
-        "WIDE": knobs["num_warps"] == 1,
+        "PARTS": next_power_of_two(ceil_div(weight.columns, 64 * GROUP)),
     }
     rows = int(graph.tensors[linear.x].shape[0])
     return Binding(args, MappingProxyType(constants), (1 + tiles * (top_k.k + bool(second)), rows, 1))
