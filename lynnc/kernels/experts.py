@@ -189,18 +189,19 @@ def _bind_down(graph: Graph, op: Op, knobs: Knobs) -> Binding:
 
 
 def _up_default(problem: Problem, target: Target) -> Knobs:
-    """One warp for 4 rows of gate and of up, so that nothing waits at a barrier."""
-    return {"BLOCK_N": 4, "BLOCK_K": 2048, "maxnreg": 0, "num_warps": 1, "num_stages": 1}
+    """Two rows of gate and of up for each warp; four programs of four warps are resident and hold all weights at once."""
+    return {"BLOCK_N": 8, "BLOCK_K": 2048, "maxnreg": 0, "num_warps": 4, "num_stages": 1}
 
 
 def _down_default(problem: Problem, target: Target) -> Knobs:
     """Blocks that the columns of all slots fill: 8 slots of 512 are one, of 768 three of 2048, all held at once.
 
-    The fewer registers, the more programs are resident beside those of ``experts_up`` and load while that one works.
+    Few rows a program: many warps hide each other's waits. The fewer registers, the more programs are resident beside
+    those of ``experts_up`` and load while that one works.
     """
     whole = int(problem["k"]) * int(problem["slots"]) % 4096 == 0
-    sizes = {"BLOCK_N": 8, "BLOCK_K": 4096} if whole else {"BLOCK_N": 4, "BLOCK_K": 2048}
-    return {**sizes, "EARLY": 1, "maxnreg": 112 if target.has_pdl else 0, "num_warps": 4, "num_stages": 1}
+    shape = {"BLOCK_N": 4, "BLOCK_K": 4096 if whole else 2048, "EARLY": 1}
+    return {**shape, "maxnreg": 128 if target.has_pdl else 0, "num_warps": 4, "num_stages": 1}
 
 
 def _has_two_halves(problem: Problem, knobs: Knobs, target: Target) -> str | None:
