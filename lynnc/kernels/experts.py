@@ -189,7 +189,7 @@ def _bind_down(graph: Graph, op: Op, knobs: Knobs) -> Binding:
 
 
 def _up_default(problem: Problem, target: Target) -> Knobs:
-    """Two rows of gate and of up for each warp; four programs of four warps are resident and hold all weights at once."""
+    """Two rows of gate and of up a warp: programs of four warps, of which a multiprocessor holds five at once."""
     return {"BLOCK_N": 8, "BLOCK_K": 2048, "maxnreg": 0, "num_warps": 4, "num_stages": 1}
 
 
