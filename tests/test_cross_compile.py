@@ -81,8 +81,8 @@ EARLY_READS = {
     "gdn_step": {"position", "slot", "start", "state", "conv_state"},
     "experts_down": {"ids"},
 }
-"""Reads before the wait of what no launch of the same step wrote: inputs of the step and what earlier steps left. Ids are
-stored before ``experts_up`` lets the launch that reads them start."""
+"""Reads before the wait of what no launch of the same step wrote: inputs of the step and what earlier steps left. Ids
+are stored before ``experts_up`` lets the launch that reads them start."""
 
 
 @pytest.mark.parametrize("model", ["tiny-moe", "lynn-27b-a3b"])
