@@ -73,12 +73,19 @@ def block_columns(weight: Weight, block_k: int) -> int:
     return max(GROUP, min(limit, next_power_of_two(weight.columns)))
 
 
+def _most_experts(graph: Graph) -> int:
+    """Rows of the largest router."""
+    return max(weight.rows for weight in graph.weights.values() if weight.tensor_class == "router")
+
+
 def linear_problem(graph: Graph, op: Op) -> Problem:
     """Formats, columns and rows of the weights, and what is fused around them."""
     linears = body_of(op, Linear)
     weights = [graph.weights[linear.weight] for linear in linears]
     # The router's rows differ from layer to layer with the experts: its launches share one kernel and one choice.
-    rows = "router" if weights[0].tensor_class == "router" else sum(graph.tensors[op.out].width for op in linears)
+    # Those of models with unlike numbers of experts do not.
+    is_router = weights[0].tensor_class == "router"
+    rows = f"router-{_most_experts(graph)}" if is_router else sum(graph.tensors[op.out].width for op in linears)
     return {
         "formats": "+".join(weight.format for weight in weights),
         "k": weights[0].columns,
