@@ -15,6 +15,7 @@ from lynnc.explain import DECODE_ROWS, Question, ceilings, explain_step, merge_s
 from lynnc.ir import Format, S, T
 from lynnc.modelfile import load_model, shipped_models
 from lynnc.passes import run_passes
+from lynnc.passes.split_attention import SPLITS
 from lynnc.target import find_device
 
 H200 = find_device("h200")
@@ -93,7 +94,8 @@ def test_context_is_at_least_the_rows():
 
 def test_split_attention_pays_only_for_runs_that_the_context_has():
     spec = load_model("tiny-full")
-    short, full, longer = (ceilings(spec, Question(H200, context=s))[0] for s in (32, 2048, 4096))
+    whole = 32 * SPLITS  # a tile of positions for every run
+    short, full, longer = (ceilings(spec, Question(H200, context=s))[0] for s in (32, whole, 2 * whole))
     assert short.activation_bytes < full.activation_bytes == longer.activation_bytes
 
 

@@ -124,21 +124,24 @@ def test_steps_do_not_matter(case: Case, split: Split) -> None:
 
 
 def assert_states_close(runner: Interpreter, other: Interpreter) -> None:
+    """The history is left out: a prefill keeps no token, so it depends on the split."""
     for name, state in runner.states.items():
-        assert_close(state, other.states[name], EXACT, name)
+        if name != "history":
+            assert_close(state, other.states[name], EXACT, name)
 
 
 @each_family
 def test_a_used_slot_starts_afresh(case: Case) -> None:
     run, reference = judged(case), make(case)
     clean, used = Interpreter(reference, slots=2), Interpreter(reference, slots=2)
-    for state in used.states.values():
+    states = [state for name, state in used.states.items() if name != "history"]
+    for state in states:
         state.fill_(torch.nan)
     for prefills in ((PROMPT,), ()):
         expected = follow(clean, run.tokens[: PROMPT + 3], prefills, slot=1)
         found = follow(used, run.tokens[: PROMPT + 3], prefills, slot=1)
         assert torch.equal(found.logits, expected.logits)
-    assert all(state[0].isnan().all() for state in used.states.values())
+    assert all(state[0].isnan().all() for state in states)
 
 
 @pytest.mark.usefixtures("no_rounding")

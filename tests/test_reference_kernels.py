@@ -94,6 +94,8 @@ def test_prompts_of_any_split(case: Case, split: Split) -> None:
     follow(interpreter, tokens, split.prefills)
     for name, expected in interpreter.states.items():
         state, written = kernels.states[name].cpu(), expected != 0
+        if name == "history" and not written.any():
+            continue  # a prefill alone keeps no token
         assert errors(state[written], expected[written]).rms <= 2 * LIMIT, name  # both sides round, each its own way
         assert not state[~written].any(), name
 
@@ -130,11 +132,12 @@ def test_slots_of_a_step_are_bit_identical(case: Case) -> None:
 @each_family
 def test_a_used_slot_starts_afresh(case: Case) -> None:
     run, runner = judged(case), Kernels(case, slots=2)
-    for state in runner.states.values():
+    states = [state for name, state in runner.states.items() if name != "history"]
+    for state in states:
         state.fill_(torch.nan)
     check(follow(runner, run.tokens[:3], prefills=(2,), slot=1), run, LIMIT, "prefill")
     check(follow(runner, run.tokens[:1], slot=1), run, LIMIT, "decode")
-    assert all(state[0].isnan().all() for state in runner.states.values())
+    assert all(state[0].isnan().all() for state in states)
 
 
 @pytest.mark.parametrize("case", VARIANTS, ids=str)
