@@ -40,6 +40,28 @@ def kernel(x, up, out, N: tl.constexpr):
     tl.store(out + index * 3 + 2, widened(pair.to(tl.uint16)))
 """
 
+HELD_KERNEL = """
+# % include "project.py.jinja"
+
+
+@triton.jit
+def kernel(q, x, values, up, scales, dots, halves, decoded, N: tl.constexpr):
+    index = tl.program_id(0) * N + tl.arange(0, N)
+    words = x + index * 4
+    dot = packed_dot(tl.load(q + index), tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3))
+    tl.store(dots + index, dot)
+    four = values + index * 4
+    packed = packed_halves(
+        tl.load(four), tl.load(four + 1), tl.load(four + 2), tl.load(four + 3), tl.load(up + index)
+    )
+    tl.store(halves + index, packed)
+    first, second, third, fourth = four_scales(tl.load(scales + index))
+    tl.store(decoded + index * 4, first)
+    tl.store(decoded + index * 4 + 1, second)
+    tl.store(decoded + index * 4 + 2, third)
+    tl.store(decoded + index * 4 + 3, fourth)
+"""
+
 
 def words_times_pairs(folder: Path, interpret: bool, q: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     text = environment().from_string(KERNEL).render(interpret=interpret, pdl=False)
@@ -78,3 +100,44 @@ def test_magnitudes_and_scaled_pairs_equal_their_twins(tmp_path: Path) -> None:
     pairs = x.bfloat16().view(torch.int32).flatten()
     found = [scaled_pairs(tmp_path, twin, pairs.cuda(), up.cuda()) for twin in (False, True)]
     assert torch.equal(*found)
+
+
+def held(folder: Path, interpret: bool, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Products of words with 64-bit activations, values as FP16 in 64 bits, and decoded scales."""
+    text = environment().from_string(HELD_KERNEL).render(interpret=interpret, pdl=False)
+    count, device = inputs[0].numel(), inputs[0].device
+    outputs = (
+        torch.full((count,), torch.nan, device=device),
+        torch.zeros(count, dtype=torch.int64, device=device),
+        torch.full((count * 4,), torch.nan, device=device),
+    )
+    import_source(text, folder).kernel[(count // 128,)](*inputs, *outputs, N=128, enable_fp_fusion=True)
+    return outputs
+
+
+def held_inputs(count: int) -> tuple[torch.Tensor, ...]:
+    """Words, activations, values with the power of two that brings them below 2**15, and every E4M3 byte but NaN."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator)
+    x = torch.randn(count, 16, generator=generator)
+    x = (x * 2.0 ** (14 - x.abs().amax(1, keepdim=True).log2().floor())).half().view(torch.int64)
+    exponents = torch.randint(-20, 20, (count, 1), generator=generator).float()
+    values = torch.randn(count, 4, generator=generator) * 2.0**exponents
+    up = 2.0 ** (14 - values.abs().amax(1).log2().floor())
+    numbers = torch.tensor([byte for byte in range(256) if byte & 0x7F != 0x7F], dtype=torch.uint8)
+    scales = numbers[torch.randint(len(numbers), (count * 4,), generator=generator)].view(torch.int32)
+    return q, x, values, up, scales
+
+
+def test_a_held_row_and_its_scales_equal_their_twins(tmp_path: Path) -> None:
+    inputs = held_inputs(65536 if harness.device() == "cuda" else 256)
+    if harness.device() == "cpu":  # the twins alone, against torch
+        _, halves, decoded = held(tmp_path, True, inputs)
+        values, up = inputs[2], inputs[3]
+        assert torch.equal(halves.view(torch.float16).view(-1, 4), (values.bfloat16().float() * up[:, None]).half())
+        expected = inputs[4].view(torch.uint8).view(torch.float8_e4m3fn).float() * 2.0**-8
+        assert torch.equal(decoded, expected)
+        return
+    placed = tuple(value.cuda() for value in inputs)
+    for real, twin in zip(*(held(tmp_path, interpret, placed) for interpret in (False, True)), strict=True):
+        assert torch.equal(real, twin)
