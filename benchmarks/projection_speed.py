@@ -5,7 +5,7 @@ time of torch's product over as many unlike weights, and their ratio, as a table
 
 Example::
 
-    python benchmarks/projection_speed.py qwen3.6-35b-a3b.h200.plan --output benchmarks/results/projections_h200.json
+    python benchmarks/projection_speed.py qwen3.6-35b-a3b.h200.plan --output benchmarks/results/h200-projections.json
 """
 
 from __future__ import annotations

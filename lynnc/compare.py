@@ -24,6 +24,7 @@ from lynnc.interpret import TORCH_DTYPE, Run, run_op
 from lynnc.ir import DType, Op, Weight
 from lynnc.modelshape import from_dict
 from lynnc.planfile import PLAN_FILE
+from lynnc.programs import MOST_DECODE_ROWS
 from lynnc.runtime.executor import Executor
 from lynnc.runtime.rows import rows_of
 from lynnc.runtime.tensors import DeviceTensor
@@ -59,8 +60,11 @@ def compare_step(
 ) -> list[Agreement]:
     """One decode step of ``tokens``, which slot 0's sequence goes on with, up to the launch ``until``.
 
-    The executor's states are those of the step afterwards. OptionError if the program has no such launch.
+    A whole step counts as done: the sequence is longer by its tokens. After a part of one (``until``) the states are no
+    sequence's, and the slot is to be reset. OptionError if the program has no such launch.
     """
+    if not 1 <= len(tokens) <= MOST_DECODE_ROWS:
+        raise OptionError(f"A decode step has 1 to {MOST_DECODE_ROWS} rows, not {len(tokens)}: give as many tokens.")
     comparison = Comparison(executor, len(tokens), LIMIT if limit is None else limit)
     names = [op.name for op in comparison.graph.ops]
     if until is not None and until not in names:
@@ -83,7 +87,9 @@ class Comparison:
     def run(self, tokens: Sequence[int], until: str | None) -> Iterator[Agreement]:
         """Launches in order, each followed by its comparison."""
         executor = self.executor
-        executor.memory.write_rows(rows_of(tokens, executor.lengths[0]))
+        rows = rows_of(tokens, executor.lengths[0])
+        executor.check_rows(rows)
+        executor.memory.write_rows(rows)
         executor.forget_ready()
         for op, call in zip(self.graph.ops, executor.calls(self.program, self.rows), strict=True):
             inside = self._before(op)
@@ -92,6 +98,7 @@ class Comparison:
             yield from self._after(op, inside)
             if op.name == until:
                 return
+        executor.lengths[0] += len(rows)
 
     def _before(self, op: Op) -> Run:
         """What the launch reads, and the memory that it writes to, of which it may leave a part as it is."""

@@ -98,6 +98,26 @@ class CudaGraph:
 
 
 @dataclass(frozen=True, slots=True)
+class EagerSteps:
+    """In the place of a graph where failures shall name their launch: the same calls, one after another."""
+
+    device: CudaDevice
+    calls: tuple[Call, ...]
+
+    @property
+    def nodes(self) -> int:
+        """Launches in it."""
+        return len(self.calls)
+
+    def launch(self) -> None:
+        """Starts the calls, each waited for."""
+        self.device.launch(self.calls)
+
+    def close(self) -> None:
+        """Nothing was taken."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Loaded:
     """A kernel of a plan: its module, function and facts, and its types for parameter arrays."""
 
@@ -232,8 +252,10 @@ class CudaDevice:
         parameters = (call.values, kernel.types)
         check(cuda.cuLaunchKernelEx(config, kernel.function, parameters, 0), f"launching {call.op}")
 
-    def capture(self, calls: Sequence[Call]) -> CudaGraph:
-        """The calls as one graph."""
+    def capture(self, calls: Sequence[Call]) -> CudaGraph | EagerSteps:
+        """The calls as one graph; with ``debug`` launch by launch, or a failure would name the step alone."""
+        if self.debug:
+            return EagerSteps(self, tuple(calls))
         cuda, what = driver(), "capturing a step"
         mode = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         check(cuda.cuStreamBeginCapture(self.stream, mode), what)

@@ -93,7 +93,7 @@ class Executor:
         for first in range(0, len(given), program.max_rows):
             piece = given[first : first + program.max_rows]
             self.launch(program, rows_of(piece, start + first, slot))
-        self.lengths[slot] = start + len(given)
+            self.lengths[slot] += len(piece)
         self.memory.keep_token(slot, self.lengths[slot])
         self.device.synchronize()
         return self.memory.history[slot * self.context + self.lengths[slot]]
@@ -105,7 +105,10 @@ class Executor:
         return self.memory.history[first : first + count].tolist()
 
     def stream(self, count: int, slot: int = 0) -> Iterator[int]:
-        """The tokens of ``decode``, each as soon as it is chosen."""
+        """The tokens of ``decode``, each as soon as it is chosen.
+
+        All steps are launched at once: whoever stops early has a sequence of ``count`` more tokens all the same.
+        """
         start = slot * self.context + self._checked_sequence(count, slot) + 1
         history = self.memory.history
         for index in range(start, start + count):
@@ -133,7 +136,10 @@ class Executor:
     def assume(self, length: int, token: int, slot: int = 0) -> None:
         """Takes what a slot's states hold for a sequence of ``length`` tokens that ``token`` follows: for measuring, or
         after states were written from outside."""
+        if length < 0:
+            raise OptionError(f"A sequence has no {length} tokens: give 0 or more.")
         self._check_room(length, 0, self._checked_slot(slot))
+        self._check_tokens([token])
         self.device.synchronize()
         self.lengths[slot] = length
         self.memory.history[slot * self.context + length] = token
@@ -148,9 +154,7 @@ class Executor:
         if not 1 <= len(rows) <= MOST_DECODE_ROWS:
             raise OptionError(f"A decode step has 1 to {MOST_DECODE_ROWS} rows, not {len(rows)}: give fewer.")
         program = self.program(f"decode/{len(rows)}")
-        self._check_tokens([row.token for row in rows])
-        for row in rows:
-            self._check_room(row.position, 0, self._checked_slot(row.slot))
+        self.check_rows(rows)
         graph = self.graph(program.name)
         self.memory.write_rows(rows)
         graph.launch()
@@ -160,8 +164,32 @@ class Executor:
                 self.lengths[row.slot] = row.position + 1
         return self.memory.read("token", len(rows))
 
+    def check_rows(self, rows: Sequence[Row]) -> None:
+        """OptionError unless the rows are tokens of the model where their sequences may go on: a slot's rows side by
+        side, one position after the other, from a ``start`` that its states reach."""
+        self._check_tokens([row.token for row in rows])
+        alive = [row for row in rows if row.position >= 0]
+        seen: dict[int, Row] = {}
+        for before, row in zip([None, *alive], alive, strict=False):
+            self._check_room(row.position, 0, self._checked_slot(row.slot))
+            follows = before is not None and before.slot == row.slot
+            expected = before.position + 1 if before is not None and follows else row.begin
+            is_new = row.slot not in seen
+            if row.position != expected or is_new == follows or (follows and row.begin != seen[row.slot].begin):
+                raise OptionError(
+                    f"The rows of slot {row.slot} are not side by side at consecutive positions from one start: "
+                    "order them, as rows_of does."
+                )
+            if row.begin > self.lengths[row.slot]:
+                raise OptionError(
+                    f"Slot {row.slot} holds {self.lengths[row.slot]} tokens, so no row can start at {row.begin}: go on "
+                    "where the sequence ends."
+                )
+            seen.setdefault(row.slot, row)
+
     def launch(self, program: Program, rows: Sequence[Row]) -> None:
-        """One step launch by launch, without a graph."""
+        """One step of a program launch by launch, without a graph; ``lengths`` stay as they are."""
+        self.check_rows(rows)
         self.memory.write_rows(rows)
         self.device.launch(self.calls(program, len(rows)))
         self._ready = None
@@ -217,6 +245,8 @@ class Executor:
     def _checked_sequence(self, count: int, slot: int) -> int:
         """Length of a slot's sequence, which has begun and has room for ``count`` tokens."""
         length = self.lengths[self._checked_slot(slot)]
+        if count < 1:
+            raise OptionError(f"{count} tokens cannot be decoded: ask for at least one.")
         if length == 0:
             raise OptionError(f"Slot {slot} holds no sequence: give it a prompt first.")
         self._check_room(length, count, slot)

@@ -327,3 +327,30 @@ def test_a_plan_for_another_gpu_names_both() -> None:
     check_architecture(plan, SimulatedDevice(capability=90).facts)
     with pytest.raises(PlanError, match=r"is for sm_90a and simulated GPU is sm_120: run `lynnc compile tiny-moe"):
         check_architecture(plan, SimulatedDevice(capability=120).facts)
+
+
+WRONG_ROWS = (
+    ([Row(1, 0), Row(1, 2)], "not side by side"),
+    ([Row(1, 1, start=0), Row(1, 0, start=0)], "not side by side"),
+    ([Row(1, 0, slot=0), Row(1, 0, slot=1), Row(1, 1, slot=0, start=0)], "not side by side"),
+    ([Row(1, 3)], "holds 0 tokens, so no row can start at 3"),
+    ([Row(1, 64), PADDING_ROW], "do not fit a context"),
+)
+
+
+@pytest.mark.parametrize(("rows", "words"), WRONG_ROWS)
+def test_rows_that_read_what_nothing_wrote_are_refused(executor: Executor, rows: list[Row], words: str) -> None:
+    rows = [*rows, *[PADDING_ROW] * ({1: 0, 2: 0, 3: 1}[len(rows)])]
+    with pytest.raises(OptionError, match=words):
+        executor.step(rows)
+    assert executor.lengths == [0, 0]
+
+
+@pytest.mark.parametrize("count", [0, -3])
+def test_fewer_tokens_than_one_are_refused(executor: Executor, count: int) -> None:
+    executor.assume(5, 1)
+    with pytest.raises(OptionError, match=f"{count} tokens cannot be decoded"):
+        executor.decode(count)
+    assert executor.lengths[0] == 5
+    with pytest.raises(OptionError, match="no -1 tokens"):
+        executor.assume(-1, 1)

@@ -1,7 +1,7 @@
 """One run of the benchmark: a plan and weights onto the GPU, then every measurement that was asked for.
 
-In: a plan folder, a source of weights and a ``Wish``. Out: ``Finding`` records of each kind as they are made, so that a
-run which is stopped has lost nothing that it said.
+In: a plan folder, a source of weights and a ``Wish``. Out: the times of each step and kernel as they are measured, so
+that a run which is stopped has lost nothing that it said.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ import shlex
 import sys
 import tempfile
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from lynnc.errors import OptionError
 from lynnc.outputfile import check_file
 from lynnc.plan import Options
 from lynnc.planfile import save_plan
+from lynnc.programs import PREFILL
 from lynnc.runtime.cudadevice import open_device
 from lynnc.runtime.device import DeviceFacts
 from lynnc.runtime.executor import DECODE
@@ -34,8 +36,11 @@ from lynnc.runtime.loading.generated import GeneratedWeights
 from lynnc.runtime.loading.packedfolder import PackedFolder
 from lynnc.runtime.loading.weightsource import WeightSource
 from lynnc.runtime.peers.llamabench import PeerRun, import_writer, measure_peer, parse_peer
+from lynnc.runtime.weights.packedindex import read_index
 from lynnc.store import Store
 from lynnc.target import DEVICES, Device, default_device, find_device, find_target
+
+USUAL_CONTEXTS = "128,4096"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +51,7 @@ class Arguments:
     weights: Path | None
     random_weights: bool
     seed: int
-    contexts: str
+    contexts: str | None
     programs: str
     repeats: int
     steps: int
@@ -68,10 +73,12 @@ class Arguments:
 @click.command("bench", epilog="Example: lynnc bench qwen3.6-35b-a3b --random-weights --contexts 128,4096,32768")
 @click.argument("subject", metavar="MODEL|PLAN", shell_complete=complete_models)
 @click.option("--weights", type=click.Path(path_type=Path), help="Packed folder to load (`lynnc pack` makes one).")
-@click.option("--random-weights", is_flag=True, help="Make random weights on the GPU instead: speed, no sense.")
+@click.option("--random-weights", is_flag=True, help="Make random weights on the GPU, to measure speed alone.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of --random-weights.")
 @click.option(
-    "--contexts", default="128,4096", show_default=True, metavar="LIST", help="Tokens before the ones decoded."
+    "--contexts",
+    metavar="LIST",
+    help=f"Tokens before the ones decoded; if not given, of {USUAL_CONTEXTS} what fits.",
 )
 @click.option(
     "--programs", default=DECODE, show_default=True, metavar="LIST", help="Step kinds to load: decode/1 to decode/8."
@@ -91,7 +98,11 @@ class Arguments:
 )
 @click.option("--device", metavar="NAME", help="GPU whose figures and records count; by its name if not given.")
 @click.option("--gpu", type=click.IntRange(min=0), default=0, show_default=True, help="Number of the GPU to use.")
-@click.option("--peer", metavar="llama-bench=PATH", help="Run llama.cpp's benchmark on the same shape, too.")
+@click.option(
+    "--peer",
+    metavar="llama-bench=PATH",
+    help="Run llama.cpp's benchmark on this shape, too; needs [bench].",
+)
 @click.option("--peer-folder", type=click.Path(path_type=Path), help="Where the peer's model is written meanwhile.")
 @store_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="File to write the records to, as JSON.")
@@ -113,7 +124,9 @@ def run(arguments: Arguments) -> None:
     source = _source(arguments)
     peer = _peer(arguments)
     subject = find_subject(arguments.subject)
-    _check_room(wish, subject)
+    wish = _fitted(wish, subject, is_asked=arguments.contexts is not None)
+    if arguments.device:
+        find_device(arguments.device)
     facts = open_device(arguments.gpu).facts
     device = _device(arguments, facts)
     outcome = Outcome()
@@ -157,12 +170,14 @@ def _say(what: str) -> None:
 
 def _wish(arguments: Arguments) -> Wish:
     try:
-        contexts = tuple(int(part) for part in arguments.contexts.split(","))
+        contexts = tuple(int(part) for part in (arguments.contexts or USUAL_CONTEXTS).split(","))
     except ValueError:
         contexts = (0,)
     if any(context < 1 for context in contexts):
         raise OptionError(f"--contexts {arguments.contexts}: write numbers above 0, such as 128,4096.")
     programs = parse_programs(arguments.programs)
+    if PREFILL in programs:
+        raise OptionError(f"--programs {arguments.programs}: prompts are not measured; name decode/1 to decode/8.")
     if DECODE not in programs and (arguments.kernels or arguments.breakdown or arguments.census or arguments.peer):
         raise OptionError(
             f"--programs {arguments.programs}: kernels, census and peer belong to {DECODE}; add it to the list."
@@ -177,19 +192,27 @@ def _wish(arguments: Arguments) -> Wish:
     )
 
 
-def _check_room(wish: Wish, subject: Subject) -> None:
+def _fitted(wish: Wish, subject: Subject, is_asked: bool) -> Wish:
+    """The wish, if the model has the positions for it; of the usual contexts those that it has."""
     most = subject.spec.max_context
-    if wish.room > most:
+    fitting = tuple(context for context in wish.contexts if replace(wish, contexts=(context,)).room <= most)
+    if fitting and not is_asked:
+        return replace(wish, contexts=fitting)
+    if fitting != wish.contexts:
         raise OptionError(
             f"--contexts {','.join(map(str, wish.contexts))}: measuring there needs {wish.room} positions and "
             f"{subject.spec.name} has {most}; choose smaller ones."
         )
+    return wish
 
 
 def _source(arguments: Arguments) -> WeightSource:
     if arguments.random_weights == (arguments.weights is not None):
         raise OptionError("Weights are needed, once: give --weights FOLDER or --random-weights.")
-    return PackedFolder(arguments.weights) if arguments.weights else GeneratedWeights(arguments.seed)
+    if arguments.weights is None:
+        return GeneratedWeights(arguments.seed)
+    read_index(arguments.weights)
+    return PackedFolder(arguments.weights)
 
 
 def _peer(arguments: Arguments) -> Path | None:
@@ -197,6 +220,8 @@ def _peer(arguments: Arguments) -> Path | None:
     if not arguments.peer:
         return None
     program = parse_peer(arguments.peer)
+    if arguments.peer_folder and not arguments.peer_folder.is_dir():
+        raise OptionError(f"--peer-folder {arguments.peer_folder} is not a folder: make it, or choose another.")
     import_writer()
     return program
 
@@ -207,12 +232,19 @@ def _weights_text(arguments: Arguments) -> str:
 
 def _device(arguments: Arguments, facts: DeviceFacts) -> Device:
     """The device of that name, or the one that the driver's name holds, or the usual one of the architecture."""
-    if arguments.device:
-        return find_device(arguments.device)
-    words = facts.name.lower().replace(" ", "")
-    alike = [device for device in DEVICES.values() if device.name in words]
     target = find_target(str(facts.capability))
-    return next((device for device in alike if device.target == target), default_device(target))
+    if arguments.device:
+        chosen = find_device(arguments.device)
+        if chosen.target != target:
+            raise OptionError(
+                f"--device {arguments.device} is {chosen.target.name} and {facts.name} is {target.name}: name a device "
+                "of that architecture, or leave it out."
+            )
+        return chosen
+    words = facts.name.lower().split()
+    names = {*words, *(first + second for first, second in pairwise(words))}
+    alike = (device for device in DEVICES.values() if device.name in names and device.target == target)
+    return next(alike, default_device(target))
 
 
 def _compile(arguments: Arguments, subject: Subject, device: Device, stack: ExitStack) -> Path:

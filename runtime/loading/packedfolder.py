@@ -57,6 +57,9 @@ class PackedFolder:
     is_checked: bool = True
     threads: int = THREADS
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.folder))  # callers write a string, too
+
     def resident_bytes(self, plan: Plan) -> int:
         """Bytes of the shards, without their headers; WeightError if the folder is not of the plan's model."""
         index = checked_index(self.folder, plan)
@@ -154,7 +157,7 @@ class _Reader:
             buffer = buffers.next()
             count = min(PIECE, array.bytes - first)
             piece = buffer.memory.view[:count]
-            if os.preadv(file, [piece], array.position + first) != count:
+            if _read_fully(file, piece, array.position + first) != count:
                 raise WeightError(f"{array.path} is truncated at {array.name}: {AGAIN}.")
             if hasher:
                 hasher.update(piece)
@@ -182,6 +185,17 @@ class _Reader:
         """Gives the pinned buffers back."""
         for memory in self._buffers:
             self._device.free_host(memory)
+
+
+def _read_fully(file: int, piece: memoryview, position: int) -> int:
+    """Bytes read into the whole piece; fewer only where the file ends. One read may give less, on some file systems."""
+    done = 0
+    while done < len(piece):
+        count = os.preadv(file, [piece[done:]], position + done)
+        if count == 0:
+            break
+        done += count
+    return done
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """Where a plan's weights come from: a protocol, and arrays that are in GPU memory already.
 
 In: a plan and a device. Out: ``PlacedWeights``, the address of each array. ``lynnc.runtime.loading.packedfolder`` reads
-what ``lynnc pack`` wrote, ``lynnc.runtime.random.weights`` makes weights on the GPU.
+what ``lynnc pack`` wrote, ``lynnc.runtime.loading.generated`` makes weights on the GPU.
 """
 
 from __future__ import annotations
