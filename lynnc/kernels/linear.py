@@ -137,19 +137,27 @@ def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
     constants = {
         **input_facts(graph, op, x),
         **norm_facts(op),
+        **_weight_constants(first, second if has_second else None, knobs),
         "STORE_NORMED": bool(stored),
         "RESIDUAL": bool(adds),
         "OUT_F32": graph.tensors[out].dtype is DType.F32,
-        "FORMAT": FORMAT_CODE[first.format],
-        "PART_ROWS": part_rows(first),
-        "FORMAT2": FORMAT_CODE[second.format] if has_second else -1,
-        "PART_ROWS2": part_rows(second),
-        "BLOCK_N": knobs["BLOCK_N"],
-        "BLOCK_K": block_columns(first, knobs["BLOCK_K"]),
-        "BLOCK_K2": block_columns(second, knobs["BLOCK_K"]),
-        "BLOCK_ROW": next_power_of_two(first.columns),
     }
     return Binding(args, MappingProxyType(constants), (sum(programs[: len(linears)]) + bool(stored), 1, 1))
+
+
+def _weight_constants(first: Weight, second: Weight | None, knobs: Knobs) -> Mapping[str, int]:
+    """Formats and blocks of a launch's one or two weights."""
+    other = second or first
+    return {
+        "FORMAT": FORMAT_CODE[first.format],
+        "PART_ROWS": part_rows(first),
+        "FORMAT2": FORMAT_CODE[second.format] if second else -1,
+        "PART_ROWS2": part_rows(other),
+        "BLOCK_N": knobs["BLOCK_N"],
+        "BLOCK_K": block_columns(first, knobs["BLOCK_K"]),
+        "BLOCK_K2": block_columns(other, knobs["BLOCK_K"]),
+        "BLOCK_ROW": next_power_of_two(first.columns),
+    }
 
 
 def programs_for(width: int, knobs: Knobs) -> int:
