@@ -89,8 +89,7 @@ class Comparison:
         executor = self.executor
         rows = rows_of(tokens, executor.lengths[0])
         executor.check_rows(rows)
-        executor.memory.write_rows(rows)
-        executor.forget_ready()
+        executor.write_rows(rows)
         for op, call in zip(self.graph.ops, executor.calls(self.program, self.rows), strict=True):
             inside = self._before(op)
             executor.device.launch([call])

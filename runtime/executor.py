@@ -44,7 +44,7 @@ class Executor:
     free_before: int
     """Free memory of the GPU before anything was allocated, in bytes."""
     lengths: list[int] = field(default_factory=list)
-    _graphs: dict[tuple[str, int], StepGraph] = field(default_factory=dict)
+    _graphs: dict[str, StepGraph] = field(default_factory=dict)
     _ready: tuple[int, int] | None = None
     """Slot and position of the row that the inputs in GPU memory ask for, if it is one."""
 
@@ -126,7 +126,7 @@ class Executor:
         graph = self.graph(DECODE)
         if self._ready != (slot, length):
             self.device.synchronize()
-            self.memory.write_rows([Row(self.memory.history[slot * self.context + length], length, slot)])
+            self.write_rows([Row(self.memory.history[slot * self.context + length], length, slot)])
         for _ in range(count):
             graph.launch()
         self.lengths[slot] = length + count
@@ -156,9 +156,8 @@ class Executor:
         program = self.program(f"decode/{len(rows)}")
         self.check_rows(rows)
         graph = self.graph(program.name)
-        self.memory.write_rows(rows)
+        self.write_rows(rows)
         graph.launch()
-        self._ready = None
         for row in rows:
             if row.position >= 0:
                 self.lengths[row.slot] = row.position + 1
@@ -190,25 +189,24 @@ class Executor:
     def launch(self, program: Program, rows: Sequence[Row]) -> None:
         """One step of a program launch by launch, without a graph; ``lengths`` stay as they are."""
         self.check_rows(rows)
-        self.memory.write_rows(rows)
+        self.write_rows(rows)
         self.device.launch(self.calls(program, len(rows)))
-        self._ready = None
 
     def graph(self, name: str) -> StepGraph:
         """The captured step of a decode program."""
         program = self.program(name)
-        key = name, program.max_rows
-        if key not in self._graphs:
-            self._graphs[key] = self.device.capture(self.calls(program, program.max_rows))
-        return self._graphs[key]
+        if name not in self._graphs:
+            self._graphs[name] = self.device.capture(self.calls(program, program.max_rows))
+        return self._graphs[name]
 
     def calls(self, program: Program, rows: int) -> tuple[Call, ...]:
         """The launches of a step with every address in place."""
         return calls_of(program, self.kernels, self.memory.addresses, rows, self.context)
 
-    def forget_ready(self) -> None:
-        """Something else than ``decode`` has written a step's inputs."""
+    def write_rows(self, rows: Sequence[Row]) -> None:
+        """The inputs of a step whose launches follow; the rows are not checked."""
         self._ready = None
+        self.memory.write_rows(rows)
 
     def program(self, name: str) -> Program:
         """A program of the plan; PlanError if it was not compiled, OptionError if it was not loaded."""
@@ -227,7 +225,7 @@ class Executor:
 
     def tensor(self, name: str) -> DeviceTensor:
         """An input, output or state in GPU memory, without a copy: ``torch.as_tensor`` takes it."""
-        return self.memory.tensor(name, self.device)
+        return self.memory.tensor(name)
 
     def compare(self, tokens: Sequence[int], until: str | None = None, limit: float | None = None) -> Any:
         """Each launch of a decode step of ``tokens`` against the interpreter, up to the op ``until``.

@@ -73,12 +73,12 @@ class Memory:
         self.device.download(ctypes.addressof(ctypes.c_char.from_buffer(data)), address, len(data))
         self.device.synchronize()
 
-    def tensor(self, name: str, device: Device) -> DeviceTensor:
+    def tensor(self, name: str) -> DeviceTensor:
         """An input, output or state by name, with the rows of the largest loaded program; OptionError for another."""
         if name in self.plan.states:
             state = self.plan.states[name]
             shape = (self.room.slots, *(evaluate(size, context=self.room.context) for size in state.shape))
-            return DeviceTensor(name, state.dtype, shape, self.addresses.states[name], device)
+            return DeviceTensor(name, state.dtype, shape, self.addresses.states[name], self.device)
         found = [
             (place.bytes, place, program.max_rows)
             for program in self.plan.programs.values()
@@ -89,7 +89,7 @@ class Memory:
         if found:
             _, place, rows = max(found, key=lambda item: item[0])
             shape = tuple(evaluate(size, rows, self.room.context) for size in place.shape)
-            return DeviceTensor(name, place.dtype, shape, self.addresses.tensors[place_of(name)], device)
+            return DeviceTensor(name, place.dtype, shape, self.addresses.tensors[place_of(name)], self.device)
         names = sorted({*self.addresses.tensors, *self.plan.states})
         raise OptionError(f"There is no input, output or state {name!r}: choose one of {', '.join(names)}.")
 

@@ -121,7 +121,7 @@ def test_parts_have_memory_of_their_own_and_compute_the_step() -> None:
         if place.offset is None:
             assert own[place.name] == executor.memory.addresses.of(parts.program)[place.name]
     restore_states(executor, states)
-    executor.memory.write_rows(rows_of([TOKEN], 8))
+    executor.write_rows(rows_of([TOKEN], 8))
     executor.device.launch(executor.calls(parts.program, 1))
     assert logits_of(executor).equal(logits)
 

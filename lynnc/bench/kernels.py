@@ -83,8 +83,7 @@ class Parts:
         self.executor.device.synchronize()
 
     def _set_inputs(self) -> None:
-        self.executor.memory.write_rows(rows_of([TOKEN] * self.rows, self.context))
-        self.executor.forget_ready()
+        self.executor.write_rows(rows_of([TOKEN] * self.rows, self.context))
 
     def time(self, calls: Sequence[Call], effort: Effort) -> Timing:
         """GPU time of some launches as a graph of their own."""

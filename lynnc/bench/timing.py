@@ -84,9 +84,8 @@ def time_decode(executor: Executor, context: int, effort: Effort) -> Timing:
 def time_rows(executor: Executor, rows: int, context: int, effort: Effort) -> Timing:
     """GPU time of a step of several rows of one sequence behind ``context`` tokens; each repeat begins there again."""
     graph, device, seconds = executor.graph(f"decode/{rows}"), executor.device, []
-    executor.forget_ready()
     for _ in range(effort.repeats):
-        executor.memory.write_rows(rows_of([TOKEN] * rows, context))
+        executor.write_rows(rows_of([TOKEN] * rows, context))
         graph.launch()
         first = device.mark()
         for _ in range(effort.steps):
