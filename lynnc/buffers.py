@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from lynnc.ir import Dim, Graph, T
-from lynnc.plan import TensorPlace
-
-ALIGNMENT = 256
-"""Bytes; every tensor starts at a multiple, so kernels may load 16 bytes at a time."""
+from lynnc.plan import TensorPlace, aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +30,7 @@ def place_tensors(graph: Graph, max_rows: int) -> tuple[tuple[TensorPlace, ...],
     offsets = _pack([span for span in spans if span.name not in own])
     places = [_place(graph, span, offsets.get(span.name)) for span in spans]
     size = max((offsets[span.name] + span.bytes for span in spans if span.name in offsets), default=0)
-    return tuple(sorted(places, key=lambda place: place.name)), _aligned(size)
+    return tuple(sorted(places, key=lambda place: place.name)), aligned(size)
 
 
 def _spans(graph: Graph, max_rows: int) -> list[_Span]:
@@ -47,11 +44,7 @@ def _spans(graph: Graph, max_rows: int) -> list[_Span]:
 def _bytes(graph: Graph, name: str, max_rows: int) -> int:
     tensor = graph.tensors[name]
     rows = max_rows if tensor.shape[0] == T else int(tensor.shape[0])
-    return _aligned(rows * tensor.width * tensor.dtype.bytes)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    return aligned(rows * tensor.width * tensor.dtype.bytes)
 
 
 def _pack(spans: list[_Span]) -> dict[str, int]:

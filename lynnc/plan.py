@@ -16,11 +16,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 
-from lynnc.dims import Dimension
+from lynnc.dims import Dimension, evaluate
 
 SCHEMA = 2
 """Grows when plan.json changes; a plan of another schema is refused."""
+ALIGNMENT = 256
+"""Bytes; every tensor starts at a multiple, so kernels may load 16 bytes at a time."""
+STATE_BYTES: Mapping[str, int] = {"bf16": 2, "f32": 4, "i32": 4}
+
+
+def aligned(size: int) -> int:
+    """The next multiple of ``ALIGNMENT``."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +70,10 @@ class StateEntry:
     name: str
     dtype: str
     shape: tuple[Dimension, ...]
+
+    def bytes(self, context: int) -> int:
+        """Bytes of one slot at S = ``context``."""
+        return prod(evaluate(size, context=context) for size in self.shape) * STATE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,10 @@ from statistics import fmean
 from lynnc.compiler import Compiled
 from lynnc.cost import Cost, costs, evaluate_formula
 from lynnc.dims import evaluate
-from lynnc.plan import Launch, Plan, Program, StateEntry
+from lynnc.plan import Launch, Plan, Program
 
 THOUSAND = 1000
 DECODE = "decode/"
-BYTES = {"bf16": 2, "f32": 4, "i32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +119,9 @@ def state_size(plan: Plan) -> StateSize:
     longest = plan.model["context"]
     assert isinstance(longest, int)
     fixed, at_1k, at_max = (
-        sum(_state_bytes(state, context) for state in plan.states.values()) for context in (0, THOUSAND, longest)
+        sum(state.bytes(context) for state in plan.states.values()) for context in (0, THOUSAND, longest)
     )
     return StateSize(fixed, at_1k - fixed, longest, at_max)
-
-
-def _state_bytes(state: StateEntry, context: int) -> int:
-    total = BYTES[state.dtype]
-    for dimension in state.shape:
-        total *= evaluate(dimension, context=context)
-    return total
 
 
 def _precision_rows(plan: Plan) -> Iterator[PrecisionRow]:

@@ -13,15 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
 
-from lynnc.dims import evaluate
 from lynnc.errors import DeviceError, OptionError
-from lynnc.plan import Plan, Program, StateEntry
+from lynnc.plan import Plan, Program, StateEntry, aligned
 from lynnc.runtime.device import DeviceFacts
 
-ALIGNMENT = 256
-"""Bytes at whose multiples every tensor starts."""
 RESERVE = 192 << 20
 """Bytes that code, graphs and the driver itself may take beside what is counted."""
 MOST_RESIDENT = 1.03
@@ -30,7 +26,6 @@ HISTORY = "history"
 """The state of tokens chosen, which lies in host memory that the GPU writes."""
 GIB = 1 << 30
 DEFAULT_CONTEXT = 4096
-ELEMENT_BYTES: Mapping[str, int] = {"bf16": 2, "f32": 4, "i32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +61,9 @@ class Budget:
         return ", ".join(f"{need.what} {need.bytes / GIB:.2f}" for need in self.needs if not need.is_host)
 
 
-def aligned(size: int) -> int:
-    """The next multiple of ``ALIGNMENT``."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
 def state_bytes(state: StateEntry, room: Room) -> int:
-    """Bytes of a state over all slots."""
-    return room.slots * prod(evaluate(size, context=room.context) for size in state.shape) * ELEMENT_BYTES[state.dtype]
+    """Bytes that a state takes over all slots."""
+    return aligned(room.slots * state.bytes(room.context))
 
 
 def own_tensors(programs: Iterable[Program]) -> dict[str, int]:
@@ -105,7 +95,7 @@ def budget_of(plan: Plan, programs: Mapping[str, Program], room: Room, weight_by
         )
     caches, states, host = 0, 0, 0
     for state in plan.states.values():
-        size = aligned(state_bytes(state, room))
+        size = state_bytes(state, room)
         if state.name == HISTORY:
             host += size
         elif any(isinstance(dim, str) for dim in state.shape):

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from lynnc.dims import evaluate
 from lynnc.errors import OptionError
 from lynnc.plan import Plan, Program
-from lynnc.runtime.budget import HISTORY, Budget, Room, aligned, own_tensors, place_of, state_bytes
+from lynnc.runtime.budget import HISTORY, Budget, Room, own_tensors, place_of, state_bytes
 from lynnc.runtime.calls import Addresses
 from lynnc.runtime.device import Device, HostMemory
 from lynnc.runtime.loading.weightsource import PlacedWeights
@@ -105,7 +105,7 @@ def take_memory(
 ) -> Memory:
     """Allocates what the budget counts beside the weights; ``given`` is the room to make, and where the weights lie."""
     room, weights = given
-    sizes = {state.name: aligned(state_bytes(state, room)) for state in plan.states.values()}
+    sizes = {state.name: state_bytes(state, room) for state in plan.states.values()}
     history = device.allocate_host(sizes.pop(HISTORY, 0))
     own = own_tensors(programs.values())
     workspace = max((program.workspace_bytes for program in programs.values()), default=0)

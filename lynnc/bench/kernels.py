@@ -22,9 +22,8 @@ from lynnc.compiler import fused_graph
 from lynnc.cost import costs, evaluate_formula
 from lynnc.fields import Place
 from lynnc.modelshape import from_dict
-from lynnc.plan import Program
+from lynnc.plan import Program, aligned
 from lynnc.planfile import PLAN_FILE
-from lynnc.runtime.budget import aligned
 from lynnc.runtime.calls import calls_of
 from lynnc.runtime.device import Call
 from lynnc.runtime.executor import Executor
@@ -69,8 +68,9 @@ class Parts:
     def _own_memory(self, program: Program) -> dict[str, int]:
         tensors = dict(self.executor.memory.addresses.of(program))
         inside = [place for place in program.tensors if place.offset is not None]
-        start = self.executor.device.allocate(sum(aligned(place.bytes) for place in inside))
-        self.executor.device.fill(start, 0, sum(aligned(place.bytes) for place in inside))
+        size = sum(aligned(place.bytes) for place in inside)
+        start = self.executor.device.allocate(size)
+        self.executor.device.fill(start, 0, size)
         for place in inside:
             tensors[place.name] = start
             start += aligned(place.bytes)

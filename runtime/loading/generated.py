@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lynnc.plan import Plan
-from lynnc.runtime.budget import aligned
+from lynnc.plan import Plan, aligned
 from lynnc.runtime.device import Device
 from lynnc.runtime.loading.weightsource import PlacedWeights, Progress
 from lynnc.runtime.random.randomweights import random_weights
