@@ -210,10 +210,6 @@ class CudaDevice:
         """Copies to host memory."""
         check(driver().cuMemcpyDtoHAsync(target, address, size, self.stream), f"copying {size} bytes from the GPU")
 
-    def copy(self, target: int, source: int, size: int) -> None:
-        """Copies inside the GPU."""
-        check(driver().cuMemcpyDtoDAsync(target, source, size, self.stream), f"copying {size} bytes inside the GPU")
-
     def load_kernel(self, entry: KernelEntry, cubin: bytes) -> KernelFacts:
         """Makes a plan's kernel ready to be called by its key."""
         cuda, what = driver(), f"loading the kernel {entry.name}"

@@ -144,10 +144,6 @@ class Device(Protocol):
         """Copies to host memory."""
         ...
 
-    def copy(self, target: int, source: int, size: int) -> None:
-        """Copies inside the GPU."""
-        ...
-
     def load_kernel(self, entry: KernelEntry, cubin: bytes) -> KernelFacts:
         """Makes a plan's kernel ready to be called by its key."""
         ...

@@ -137,11 +137,6 @@ class SimulatedDevice:
         self._room(address, size)
         ctypes.memmove(target, address, size)
 
-    def copy(self, target: int, source: int, size: int) -> None:
-        self._room(target, size)
-        self._room(source, size)
-        ctypes.memmove(target, source, size)
-
     def load_kernel(self, entry: KernelEntry, cubin: bytes) -> KernelFacts:
         self.entries[entry.key] = entry
         if entry.artifact:
