@@ -23,7 +23,8 @@ from pathlib import Path
 
 import click
 
-ROOT = Path(__file__).resolve().parent.parent
+from lynnc.bench.records import commit
+
 SAMPLE_SECONDS = 0.1
 
 
@@ -140,12 +141,6 @@ def machine() -> dict[str, str | int]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = len(os.sched_getaffinity(0))
     return {"cpu": names[0] if names else platform.machine(), "cores": cores, "memory_gib": round(memory / 2**30)}
-
-
-def commit() -> str:
-    """The commit of the checkout, with ``+`` if files differ from it; empty outside of one."""
-    said = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=ROOT, capture_output=True, text=True)
-    return said.stdout.strip()
 
 
 def report(records: Sequence[Record], output: Path | None) -> None:
