@@ -17,13 +17,10 @@ from dataclasses import dataclass
 
 import torch
 
-from lynnc.compiler import fused_graph
+from lynnc.compiler import graph_of
 from lynnc.errors import OptionError, PlanError
-from lynnc.fields import Place
 from lynnc.interpret import TORCH_DTYPE, Run, run_op
 from lynnc.ir import DType, Op, Weight
-from lynnc.modelshape import from_dict
-from lynnc.planfile import PLAN_FILE
 from lynnc.programs import MOST_DECODE_ROWS
 from lynnc.runtime.executor import Executor
 from lynnc.runtime.rows import rows_of
@@ -79,8 +76,7 @@ class Comparison:
         self.executor, self.limit, self.rows = executor, limit, rows
         plan = executor.plan
         self.program = executor.program(f"decode/{rows}")
-        spec = from_dict(plan.model, Place(PLAN_FILE, "model"))
-        self.graph = fused_graph(spec, self.program.name, plan.options.without)
+        self.graph = graph_of(plan, self.program.name)
         if [op.name for op in self.graph.ops] != [launch.op for launch in self.program.launches]:
             raise PlanError(f"{plan.name} was compiled by another lynnc ({plan.lynnc}): compile the plan again.")
 

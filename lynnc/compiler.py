@@ -21,14 +21,16 @@ from lynnc.build import build_graph
 from lynnc.choose import choose_all
 from lynnc.compile import Progress, compile_kernels
 from lynnc.errors import ModelError
+from lynnc.fields import Place
 from lynnc.ir import Graph, T
 from lynnc.layout import LAYOUT, weight_entries
 from lynnc.lower import KernelCall, Lowered, lower
 from lynnc.model import ModelSpec
 from lynnc.modelfile import dump_model
+from lynnc.modelshape import from_dict
 from lynnc.passes import check_pass_names, run_passes
 from lynnc.plan import KernelEntry, Options, Plan, StateEntry
-from lynnc.planfile import kernel_file
+from lynnc.planfile import PLAN_FILE, kernel_file
 from lynnc.programs import program_rows
 from lynnc.records import Records, load_records
 from lynnc.store import Store
@@ -60,6 +62,11 @@ class Compiled:
 def fused_graph(spec: ModelSpec, program: str, without: tuple[str, ...] = ()) -> Graph:
     """The fused graph of a program (``decode/1`` .. ``decode/8`` or ``prefill``)."""
     return run_passes(model_graph(spec, program), without)
+
+
+def graph_of(plan: Plan, program: str) -> Graph:
+    """The fused graph that a program of a plan was compiled from."""
+    return fused_graph(from_dict(plan.model, Place(PLAN_FILE, "model")), program, plan.options.without)
 
 
 def model_graph(spec: ModelSpec, program: str) -> Graph:

@@ -6,11 +6,10 @@ of 30 Gated DeltaNet layers and 10 attention layers with experts.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from math import prod
 
-from lynnc.bench.kernels import label_of
+from lynnc.bench.kernels import by_kernel, label_of
 from lynnc.runtime.executor import Executor
 
 
@@ -40,12 +39,10 @@ def census_of(executor: Executor, name: str) -> Census:
     """The launches of a decode program."""
     program = executor.program(name)
     calls = executor.calls(program, program.max_rows)
-    counts = Counter(call.kernel for call in calls)
     rows = []
-    for key, count in counts.items():
-        own = [call for call in calls if call.kernel == key]
+    for key, own in by_kernel(calls).items():
         entry, facts = executor.plan.kernels[key], executor.kernels[key]
         registers = int(str(entry.artifact.get("registers", 0)))
         blocks, has_pdl = prod(own[0].grid), facts.has_pdl
-        rows.append(CensusRow(label_of(own), entry.name, count, blocks, facts.threads, registers, has_pdl))
+        rows.append(CensusRow(label_of(own), entry.name, len(own), blocks, facts.threads, registers, has_pdl))
     return Census(name, executor.graph(name).nodes, tuple(rows))

@@ -14,16 +14,13 @@ Example::
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lynnc.bench.timing import TOKEN, Effort, Timing, repeat
-from lynnc.compiler import fused_graph
+from lynnc.compiler import graph_of
 from lynnc.cost import costs, evaluate_formula
-from lynnc.fields import Place
-from lynnc.modelshape import from_dict
 from lynnc.plan import Program, aligned
-from lynnc.planfile import PLAN_FILE
 from lynnc.runtime.calls import calls_of
 from lynnc.runtime.device import Call
 from lynnc.runtime.executor import Executor
@@ -102,8 +99,7 @@ def time_kernels(
     parts = Parts(executor, name, context)
     moved = bytes_of_launches(executor, name, context)
     whole = parts.time(parts.calls, effort).median if with_marginal else 0.0
-    for key in dict.fromkeys(call.kernel for call in parts.calls):
-        own = [call for call in parts.calls if call.kernel == key]
+    for key, own in by_kernel(parts.calls).items():
         rest = [call for call in parts.calls if call.kernel != key]
         yield KernelTime(
             label=label_of(own),
@@ -117,10 +113,17 @@ def time_kernels(
 
 def bytes_of_launches(executor: Executor, name: str, context: int) -> dict[str, float]:
     """Bytes that each launch must move at least, by its op."""
-    spec = from_dict(executor.plan.model, Place(PLAN_FILE, "model"))
-    graph = fused_graph(spec, name, executor.plan.options.without)
     rows = executor.program(name).max_rows
-    return {op: evaluate_formula(cost.bytes, rows, context) for op, cost in costs(graph).items()}
+    by_op = costs(graph_of(executor.plan, name))
+    return {op: evaluate_formula(cost.bytes, rows, context) for op, cost in by_op.items()}
+
+
+def by_kernel(calls: Iterable[Call]) -> dict[str, list[Call]]:
+    """Launches by the key of their kernel, in the order of the first."""
+    found: dict[str, list[Call]] = {}
+    for call in calls:
+        found.setdefault(call.kernel, []).append(call)
+    return found
 
 
 def label_of(calls: Sequence[Call]) -> str:
