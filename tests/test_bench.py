@@ -214,7 +214,9 @@ def test_records_say_what_another_needs_to_repeat_them(opened: Session, tmp_path
     assert ("host_us_per_token", 1) in found and ("host_us_per_token", 4) not in found
     assert found["kernel_us", None]["params"]["bytes"] == 1000
     assert found["kernel_marginal_us", None]["value"] == 3.0
-    assert found["peer_tokens_per_s", None]["params"]["build"] == "7123 c46583b CUDA"
+    peer = found["peer_tokens_per_s", None]
+    assert (peer["value"], peer["spread"], peer["runs"]) == (200.0, [199.0, 201.0], 2)
+    assert peer["params"]["build"] == "7123 c46583b CUDA"
     with pytest.raises(OutputError, match="exists already"):
         write_records(path, [], force=False)
     write_records(path, [], force=True)

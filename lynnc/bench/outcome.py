@@ -74,4 +74,5 @@ def _kernel_records(kernel: KernelTime, setting: Setting) -> Iterator[Record]:
 def _peer_records(outcome: Outcome, setting: Setting) -> Iterator[Record]:
     for peer in outcome.peers:
         build = f"{peer.build} {peer.backends}".strip()
-        yield setting.count("peer_tokens_per_s", peer.tokens_per_second, "tokens/s", context=peer.context, build=build)
+        where: dict[str, Value] = {"context": peer.context, "build": build}
+        yield setting.mean("peer_tokens_per_s", peer.tokens_per_second, peer.samples, "tokens/s", **where)

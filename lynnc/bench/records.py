@@ -27,7 +27,7 @@ Value = str | int | float | bool
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One metric; ``spread`` is (least, greatest) of the runs, ``value`` their median."""
+    """One metric; ``spread`` is (least, greatest) of the runs, ``value`` their median, or a peer's mean."""
 
     metric: str
     value: float
@@ -66,6 +66,11 @@ class Setting:
     def count(self, metric: str, value: float, unit: str, **params: Value) -> Record:
         """Something counted once."""
         return self._record(metric, value, unit, (value, value), 1, params)
+
+    def mean(self, metric: str, value: float, samples: Sequence[float], unit: str, **params: Value) -> Record:
+        """A mean that another program gave, with its runs as far as it tells them."""
+        runs = samples or (value,)
+        return self._record(metric, value, unit, (min(runs), max(runs)), len(runs), params)
 
     def _record(
         self, metric: str, value: float, unit: str, spread: tuple[float, float], runs: int, params: Mapping[str, Value]
