@@ -1,7 +1,9 @@
 """One packed projection beside torch's BF16 matrix-vector product of the same shape, in the same run.
 
 In: a plan of one-row decode. Out: for each of its packed projections the time of a launch in a chain of its own, the
-time of torch's product over as many unlike weights, and their ratio, as a table and a JSON list of records.
+time of torch's product in such a chain, and their ratio; for a model with experts also the time of its two kernels of
+experts in a chain of theirs. A table and a JSON list of records. All chains are long, so that the start of a graph is
+no part of a launch, and go through the layers' weights in turn, so that no cache holds one until it is read again.
 
 Example::
 
@@ -24,8 +26,10 @@ from lynnc.runtime.executor import DECODE
 from lynnc.runtime.loading.generated import GeneratedWeights
 
 CHAIN = 40
-"""Unlike weights of a chain, so that none is left in a cache."""
+"""Launches of a chain, at least."""
 REPEATS = 15
+EXPERTS = ("experts_up", "experts_down")
+"""Kernels of a layer's experts."""
 
 
 @click.command()
@@ -43,10 +47,17 @@ def main(plan: Path, output: Path | None, force: bool) -> None:
             if entry.name != "linear" or str(entry.problem["n"]).startswith("router"):
                 continue
             own = [call for call in parts.calls if call.kernel == key]
-            ours = parts.time(own, Effort(REPEATS)).over(len(own))
+            times = -(-CHAIN // len(own))
+            ours = parts.time(own * times, Effort(REPEATS)).over(len(own) * times)
             rows, columns = int(entry.problem["n"]), int(entry.problem["k"])
-            theirs = time_torch(rows, columns, min(CHAIN, len(own)))
-            where: dict[str, str | int | float | bool] = {"op": label_of(own), "rows": rows, "columns": columns}
+            theirs = time_torch(rows, columns, len(own), times)
+            where: dict[str, str | int | float | bool] = {
+                "op": label_of(own),
+                "rows": rows,
+                "columns": columns,
+                "weights": len(own),
+                "launches": len(own) * times,
+            }
             records.append(setting.time("projection_us", ours, **where))
             records.append(setting.time("torch_bf16_matvec_us", theirs, **where))
             ratio = theirs.median / ours.median
@@ -55,13 +66,19 @@ def main(plan: Path, output: Path | None, force: bool) -> None:
                 f"{rows:7} x {columns:5}: packed {ours.median * 1e6:7.2f} us, torch BF16 "
                 f"{theirs.median * 1e6:7.2f} us, {ratio:.2f} times as long"
             )
+        pair = [call for call in parts.calls if executor.plan.kernels[call.kernel].name in EXPERTS]
+        if pair:
+            layers = len(pair) // len(EXPERTS)
+            ours = parts.time(pair, Effort(REPEATS)).over(layers)
+            records.append(setting.time("experts_us", ours, op=label_of(pair), launches=len(pair)))
+            click.echo(f"{label_of(pair)} of a layer: {ours.median * 1e6:.2f} us together")
     if output:
         write_records(output, records, force)
 
 
-def time_torch(rows: int, columns: int, chain: int) -> Timing:
-    """Time of one BF16 ``weight @ x`` in a captured chain over unlike weights."""
-    weights = [torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) for _ in range(chain)]
+def time_torch(rows: int, columns: int, unlike: int, times: int) -> Timing:
+    """Time of one BF16 ``weight @ x`` in a captured chain that goes through unlike weights several times."""
+    weights = [torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) for _ in range(unlike)]
     x = torch.randn(columns, device="cuda", dtype=torch.bfloat16)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -69,7 +86,7 @@ def time_torch(rows: int, columns: int, chain: int) -> Timing:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        kept = [torch.mv(weight, x) for weight in weights]
+        kept = [torch.mv(weight, x) for weight in weights * times]
     seconds = []
     for _ in range(REPEATS + 1):
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -78,8 +95,8 @@ def time_torch(rows: int, columns: int, chain: int) -> Timing:
         last.record()
         torch.cuda.synchronize()
         seconds.append(first.elapsed_time(last) / 1e3)
-    assert len(kept) == chain and statistics.median(seconds) > 0
-    return timing_of(seconds[1:]).over(chain)
+    assert len(kept) == unlike * times and statistics.median(seconds) > 0
+    return timing_of(seconds[1:]).over(len(kept))
 
 
 def _command(plan: Path) -> str:

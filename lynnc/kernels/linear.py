@@ -170,7 +170,7 @@ PERSISTENT_SPACE: Mapping[str, Knob] = MappingProxyType(
     {
         "BLOCK_N": PowerOfTwo(1, 256),
         "BLOCK_K": PowerOfTwo(512, 16384),
-        "PROGRAMS": Choice((0, 48, 96, 132, 192, 264, 396, 528, 792, 1056)),
+        "PROGRAMS": Choice((0, 48, 96, 132, 192, 264, 396, 528, 660, 792, 1056)),
         "num_warps": PowerOfTwo(1, 16),
         "num_stages": Choice((1, 2, 3)),
         "maxnreg": Choice((0, 64, 80, 96, 128, 168)),
