@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 import lynnc.compile
 from lynnc.cli.main import COMMANDS, cli
 from lynnc.errors import CompileError
-from lynnc.modelfile import load_model, shipped_models
+from lynnc.modelfile import dump_model, load_model, shipped_models
 from lynnc.plan import SCHEMA
 from lynnc.planfile import load_plan
 from lynnc.summary import summarize
@@ -183,6 +183,14 @@ def test_model_file_of_the_models_folder_may_be_written_literally(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     for name in shipped_models():
         assert lynnc_cli("show", f"models/{name}.yaml").exit_code == 0
+
+
+def test_packed_folder_stands_for_the_model_that_it_holds(tmp_path):
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    (packed / "model.yaml").write_text(dump_model(load_model("tiny-dense")))
+    assert lynnc_cli("show", packed).stdout == lynnc_cli("show", "tiny-dense").stdout != ""
+    assert lynnc_cli("explain", packed).stdout == lynnc_cli("explain", "tiny-dense").stdout != ""
 
 
 def test_knob_that_no_program_uses_is_named(store, compiled, tmp_path):

@@ -90,8 +90,9 @@ def _functions(text: str) -> Iterator[dict[str, object]]:
 
 def _parameters(arguments: ast.arguments) -> dict[str, object]:
     names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args) if argument.arg != "self"]
-    values = [ast.unparse(value) for value in arguments.defaults]
-    return dict(zip(names, [None] * (len(names) - len(values)) + values[-len(names) :] if names else [], strict=False))
+    given = [ast.unparse(value) for value in arguments.defaults]
+    required = dict.fromkeys(names)
+    return {**required, **dict(zip(reversed(names), reversed(given), strict=False))}
 
 
 def _calls(functions: list[dict[str, object]]) -> Iterator[str]:

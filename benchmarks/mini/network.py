@@ -40,7 +40,8 @@ def config_of(spec: ModelSpec) -> Qwen3_5MoeTextConfig:
         "mrope_section": [attention.rotary_dim // 2 - 2 * third, third, third],
         "mrope_interleaved": True,
     }
-    return Qwen3_5MoeTextConfig(
+    make: Any = Qwen3_5MoeTextConfig
+    config: Qwen3_5MoeTextConfig = make(
         vocab_size=spec.vocabulary,
         hidden_size=spec.hidden,
         num_hidden_layers=len(spec.layers),
@@ -65,6 +66,7 @@ def config_of(spec: ModelSpec) -> Qwen3_5MoeTextConfig:
         eos_token_id=0,
         bos_token_id=None,
     )
+    return config
 
 
 class MtpHead(nn.Module):
@@ -76,7 +78,9 @@ class MtpHead(nn.Module):
         self.pre_fc_norm_embedding = library.Qwen3_5MoeRMSNorm(size, eps=config.rms_norm_eps)
         self.pre_fc_norm_hidden = library.Qwen3_5MoeRMSNorm(size, eps=config.rms_norm_eps)
         self.fc = nn.Linear(2 * size, size, bias=False)
-        self.layers = nn.ModuleList([library.Qwen3_5MoeDecoderLayer(config, config.layer_types.index(MTP_LAYER))])
+        self.layers = nn.ModuleList(
+            [library.Qwen3_5MoeDecoderLayer(config, (config.layer_types or []).index(MTP_LAYER))]
+        )
         self.norm = library.Qwen3_5MoeRMSNorm(size, eps=config.rms_norm_eps)
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=config.initializer_range) if parameter.ndim > 1 else nn.init.zeros_(
@@ -84,7 +88,7 @@ class MtpHead(nn.Module):
             )
         choose_all_experts(self.layers[0])
 
-    def forward(self, model: Qwen3_5MoeForCausalLM, hidden: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    def forward(self, model: Any, hidden: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
         """Logits [B, n, V] of the tokens after ``following`` [B, n], which come after ``hidden`` [B, n, D]."""
         embedded = self.pre_fc_norm_embedding(model.model.embed_tokens(following))
         x = self.fc(torch.cat([embedded, self.pre_fc_norm_hidden(hidden)], dim=-1))
@@ -95,12 +99,12 @@ class MtpHead(nn.Module):
         return logits
 
 
-def new_model(spec: ModelSpec, seed: int) -> Qwen3_5MoeForCausalLM:
-    """A model with random weights, ready to be trained."""
+def new_model(spec: ModelSpec, seed: int) -> Any:
+    """A ``Qwen3_5MoeForCausalLM`` with random weights, ready to be trained."""
     torch.manual_seed(seed)
     config = config_of(spec)
     config._attn_implementation = "sdpa"
-    model = Qwen3_5MoeForCausalLM(config)
+    model: Any = Qwen3_5MoeForCausalLM(config)
     for layer in model.model.layers:
         choose_all_experts(layer)
     library.torch_chunk_gated_delta_rule = _in_full_precision(library.torch_chunk_gated_delta_rule)
@@ -146,7 +150,7 @@ def cut_experts(layers: Sequence[Any], kept: Sequence[Sequence[int]]) -> None:
 class Recorder(AbstractContextManager["Recorder"]):
     """What a forward pass leaves out of its result: the stream before the final norm, and every router's logits."""
 
-    def __init__(self, model: Qwen3_5MoeForCausalLM, head: MtpHead | None) -> None:
+    def __init__(self, model: Any, head: MtpHead | None) -> None:
         self.hidden = torch.empty(0)
         self.routers: list[torch.Tensor] = []
         layers = [*model.model.layers, *(head.layers if head else [])]

@@ -25,14 +25,15 @@ from typing import Any
 
 import click
 import torch
-import torch.nn.functional as F
 import transformers
 from corpus import END, collect, divide, sample
+from evaluation import HeldOut, both_logits, cross_entropy, evaluate
 from network import MtpHead, Recorder, cut_experts, new_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import load_balancing_loss_func
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as library
 
+from lynnc.hfconfig import EXPERT_SPEC
 from lynnc.model import ModelSpec
 from lynnc.modelfile import load_model
 from lynnc.runtime.experts.expertspec import read_expert_spec
@@ -40,10 +41,13 @@ from lynnc.runtime.experts.expertspec import read_expert_spec
 MODEL = Path(__file__).with_name("lynn-mini.yaml")
 HELD_OUT_SIZES = {"code": 120_000, "prose": 60_000, "json": 30_000, "tools": 30_000}
 """Bytes of each kind in the held-out text."""
+ROUTING_SIZES = {"code": 40_000, "prose": 20_000, "json": 10_000, "tools": 10_000}
+"""The same of the learned text that `lynnc routing` is to count on."""
 SHARD_BYTES = 12_000_000
 KEEP_FP32 = ("A_log", "dt_bias")
 BALANCE, MTP = 0.01, 0.3
 """Weights of the load-balancing loss of each layer and of the loss of the second next token."""
+_LIBRARY: Any = library
 TRIALS, UPDATE = 15, 1.25
 """Steps to measure before training, and how much longer one takes with all losses and the update of the weights."""
 LAST_RATE = 0.05
@@ -63,6 +67,19 @@ class Settings:
     seed: int
 
 
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What to train, of what and where: ``origin`` is an earlier result to go on from, ``experts`` those it keeps."""
+
+    output: Path
+    model: Path
+    library: Path
+    origin: Path | None
+    experts: Path | None
+    device: str
+    minutes: float | None
+
+
 @click.command()
 @click.argument("output", type=click.Path(path_type=Path))
 @click.option("--model", type=click.Path(path_type=Path), default=MODEL, help="Model file.")
@@ -78,52 +95,48 @@ class Settings:
 @click.option("--decay", default=0.1, show_default=True, help="Weight decay of matrices.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
-def main(
-    output: Path,
-    model: Path,
-    library: Path,
-    origin: Path | None,
-    experts: Path | None,
-    device: str,
-    minutes: float | None,
-    **options: Any,
-) -> None:
+def main(**options: Any) -> None:
     """Train a model into OUTPUT."""
-    settings, spec = Settings(**options), load_model(model)
+    train(Wish(**{name: options.pop(name) for name in Wish.__slots__}), Settings(**options))
+
+
+def train(wish: Wish, settings: Settings) -> None:
+    """The whole way from text to checkpoint."""
+    spec, output = load_model(wish.model), wish.output
     output.mkdir(parents=True)
-    learned, held_out = divide(collect(library))
+    learned, held_out = divide(collect(wish.library))
     text = sample(held_out, HELD_OUT_SIZES)
     (output / "heldout.txt").write_text(text, "utf-8")
-    tokenizer = _load_tokenizer(origin) if origin else train_tokenizer(learned, spec.vocabulary)
+    (output / "routing.txt").write_text(sample(learned, ROUTING_SIZES), "utf-8")
+    tokenizer = load_tokenizer(wish.origin) if wish.origin else train_tokenizer(learned, spec.vocabulary)
     tokenizer.save(str(output / "tokenizer.json"))
     tokens = encode(tokenizer, learned)
     characters = sum(map(len, learned.values()))
     click.echo(f"{len(learned)} documents, {characters / 1e6:.1f} M characters, {len(tokens) / 1e6:.2f} M tokens")
     network = new_model(spec, settings.seed)
     head = MtpHead(network.config)
-    if origin:
-        read_checkpoint(origin, network, head)
-    if experts:
-        kept = read_expert_spec(experts).kept
-        assert kept is not None, f"{experts} does not say which experts are kept"
+    if wish.origin:
+        read_checkpoint(wish.origin, network, head)
+    if wish.experts:
+        kept = read_expert_spec(wish.experts).kept
+        assert kept is not None, f"{wish.experts} does not say which experts are kept"
         cut_experts(network.model.layers, kept)
-    trained = Training(network.to(device), head.to(device), tokens.to(device), settings)
-    if minutes:
-        settings = trained.settings = replace(settings, steps=int(60 * minutes / trained.seconds_of_a_step()))
+    trained = Training(network.to(wish.device), head.to(wish.device), tokens.to(wish.device), settings)
+    if wish.minutes:
+        settings = trained.settings = replace(settings, steps=int(60 * wish.minutes / trained.seconds_of_a_step()))
         click.echo(f"{settings.steps} steps")
-    held = torch.tensor(tokenizer.encode(text).ids, device=device)
-    history = list(trained.run(held, len(text.encode())))
+    history = list(trained.run(HeldOut.of(text, tokenizer, settings.length, wish.device)))
     write_checkpoint(output, spec, network, head)
     facts = {
         "settings": asdict(settings),
         "text": {
-            "source": f"standard library of CPython {_version(library)}",
+            "source": f"standard library of CPython {_version(wish.library)}",
             "licence": "PSF-2.0",
             "documents": len(learned),
             "tokens": len(tokens),
             "characters": characters,
         },
-        "device": torch.cuda.get_device_name() if device != "cpu" else platform.processor(),
+        "device": torch.cuda.get_device_name() if wish.device != "cpu" else platform.processor(),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -154,7 +167,7 @@ def train_tokenizer(documents: Mapping[str, str], vocabulary: int) -> Tokenizer:
     return tokenizer
 
 
-def _load_tokenizer(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
@@ -196,14 +209,14 @@ class Training:
         self.generator.set_state(before)
         return statistics.median(times) * UPDATE
 
-    def run(self, held: torch.Tensor, held_bytes: int) -> Iterator[dict[str, float]]:
+    def run(self, held: HeldOut) -> Iterator[dict[str, float]]:
         """All steps; the losses from time to time and at the end."""
         started = time.perf_counter()
         with Recorder(self.model, self.head) as recorder:
             for step in range(self.settings.steps + 1):
                 is_last = step == self.settings.steps
                 if step % 500 == 0 or is_last:
-                    found = self.evaluate(held, held_bytes, recorder)
+                    found = asdict(evaluate(self.model, self.head, recorder, held))
                     found |= {"step": step, "seconds": round(time.perf_counter() - started, 1)}
                     click.echo(json.dumps(found))
                     yield found
@@ -241,42 +254,15 @@ class Training:
     def losses(self, windows: torch.Tensor, recorder: Recorder) -> dict[str, torch.Tensor]:
         """Cross-entropies of the next token and the one after it, and how unevenly experts are used."""
         with torch.autocast(windows.device.type, dtype=torch.bfloat16):
-            logits, second = self.logits(windows[:, :-1], recorder)
-        routers = recorder.take_routers()
+            logits, second = both_logits(self.model, self.head, recorder, windows[:, :-1])
+        routers, balance_loss = recorder.take_routers(), _LIBRARY.load_balancing_loss_func
         top_k = self.model.config.num_experts_per_tok
-        balance = [load_balancing_loss_func((logits,), logits.shape[-1], top_k) for logits in routers]
+        balance = [balance_loss((logits,), logits.shape[-1], top_k) for logits in routers]
         return {
             "next": cross_entropy(logits, windows[:, 1:-1]),
             "second": cross_entropy(second, windows[:, 2:]),
-            "balance": sum(balance) / len(balance),
+            "balance": torch.stack(balance).mean(),
         }
-
-    def logits(self, tokens: torch.Tensor, recorder: Recorder) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the next token and the one after it, for all [B, n + 1] ``tokens`` but the last."""
-        first = self.model(input_ids=tokens[:, :-1], use_cache=False).logits
-        return first, self.head(self.model, recorder.hidden, tokens[:, 1:])
-
-    @torch.no_grad()
-    def evaluate(self, held: torch.Tensor, held_bytes: int, recorder: Recorder) -> dict[str, float]:
-        """Bits per byte of the held-out text, whose windows stand alone, and how often the head's guess of the second
-        next token is the model's own choice."""
-        length = self.settings.length
-        bits, guesses, agreed = 0.0, 0, 0
-        for window in held.split(length):
-            tokens = F.pad(window[None], (1, 0))  # token 0 ends a document: nothing came before
-            with torch.autocast(held.device.type, dtype=torch.bfloat16):
-                logits, second = self.logits(tokens, recorder)
-            bits += float(cross_entropy(logits, tokens[:, 1:], "sum")) / math.log(2)
-            chosen, guessed = logits.argmax(-1)[0], second.argmax(-1)[0]
-            agreed += int((guessed[:-1] == chosen[1:]).sum())
-            guesses += len(chosen) - 1
-        recorder.take_routers()
-        return {"bits_per_byte": bits / held_bytes, "mtp_agreement": agreed / guesses}
-
-
-def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-    """In FP32, over all positions."""
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction=reduction)
 
 
 def tensors_of(model: Any, head: MtpHead) -> dict[str, torch.Tensor]:
@@ -295,7 +281,7 @@ def write_checkpoint(folder: Path, spec: ModelSpec, model: Any, head: MtpHead) -
         if shards[-1] and sum(t.nbytes for t in shards[-1].values()) + tensor.nbytes > SHARD_BYTES:
             shards.append({})
         shards[-1][name] = tensor
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for index, shard in enumerate(shards, 1):
         file = f"model-{index:05}-of-{len(shards):05}.safetensors"
         save_file(shard, folder / file, {"format": "pt"})
@@ -307,8 +293,9 @@ def write_checkpoint(folder: Path, spec: ModelSpec, model: Any, head: MtpHead) -
     model.config.save_pretrained(folder)
     counts = {str(layer): len(each.mlp.gate.weight) for layer, each in enumerate(model.model.layers)}
     if set(counts.values()) != set(spec.moe.experts if spec.moe else ()):
-        file = folder / "lynn_engine_variable_expert_spec.json"
-        file.write_text(json.dumps({"hf_vanilla_compatible": False, "remaining_experts_by_layer": counts}) + "\n")
+        (folder / EXPERT_SPEC).write_text(
+            json.dumps({"hf_vanilla_compatible": False, "remaining_experts_by_layer": counts}) + "\n"
+        )
 
 
 def read_checkpoint(folder: Path, model: Any, head: MtpHead) -> None:

@@ -1,7 +1,7 @@
 """What ``lynnc show`` and ``lynnc explain`` are about: a model, or a plan that was compiled from one.
 
-In: the name of a shipped model, the path of a model file, or a plan folder. Out: a ``ModelSpec``, or a ``Subject`` that
-also holds the plan.
+In: the name of a shipped model, the path of a model file, a packed folder, or a plan folder. Out: a ``ModelSpec``, or
+a ``Subject`` that also holds the plan.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from lynnc.modelfile import dump_model, load_model, shipped_models
 from lynnc.modelshape import from_dict
 from lynnc.plan import Options, Plan
 from lynnc.planfile import PLAN_FILE, load_plan
+from lynnc.runtime.weights.packedindex import MODEL_FILE
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +32,25 @@ class Subject:
 
 
 def find_model(name: str) -> ModelSpec:
-    """A shipped model by its name or as ``models/NAME.yaml``, or a model file."""
+    """A shipped model by its name or as ``models/NAME.yaml``, a model file, or a packed folder, which holds one."""
+    if is_packed(name):
+        return load_model(str(Path(name) / MODEL_FILE))
     path = PurePosixPath(name)
     if path.parts == ("models", path.name) and path.stem in shipped_models() and not Path(name).exists():
         return load_model(path.stem)
     return load_model(name)
 
 
+def is_packed(name: str) -> bool:
+    """Whether a folder of ``lynnc pack`` is meant."""
+    return name not in shipped_models() and (Path(name) / MODEL_FILE).is_file()
+
+
 def is_plan(name: str) -> bool:
     """Whether a plan folder is meant rather than a model."""
-    return name not in shipped_models() and (Path(name).is_dir() or name.rstrip("/").endswith(".plan"))
+    if name in shipped_models() or is_packed(name):
+        return False
+    return Path(name).is_dir() or name.rstrip("/").endswith(".plan")
 
 
 def find_subject(name: str, without: Sequence[str] = ()) -> Subject:
