@@ -190,7 +190,8 @@ def test_packed_folder_stands_for_the_model_that_it_holds(tmp_path):
     packed.mkdir()
     (packed / "model.yaml").write_text(dump_model(load_model("tiny-dense")))
     assert lynnc_cli("show", packed).stdout == lynnc_cli("show", "tiny-dense").stdout != ""
-    assert lynnc_cli("explain", packed).stdout == lynnc_cli("explain", "tiny-dense").stdout != ""
+    on = ("--device", "spark")
+    assert lynnc_cli("explain", packed, *on).stdout == lynnc_cli("explain", "tiny-dense", *on).stdout != ""
 
 
 def test_knob_that_no_program_uses_is_named(store, compiled, tmp_path):
