@@ -12,20 +12,18 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from lynnc.compiler import graph_of
-from lynnc.errors import OptionError, PlanError
-from lynnc.interpret import TORCH_DTYPE, Run, run_op
-from lynnc.ir import DType, Op, Weight
+from lynnc.errors import OptionError
+from lynnc.interpret import Run, run_op
+from lynnc.ir import Op
 from lynnc.programs import MOST_DECODE_ROWS
+from lynnc.readback import readback_of
 from lynnc.runtime.executor import Executor
 from lynnc.runtime.rows import rows_of
-from lynnc.runtime.tensors import DeviceTensor
-from lynnc.runtime.weights.arrays import PackedWeight, unpack_weight
 
 LIMIT = 2e-2
 """RMS error over the RMS of the interpreter's values; a launch with BF16 results stays well below."""
@@ -65,7 +63,7 @@ def compare_step(
     comparison = Comparison(executor, len(tokens), LIMIT if limit is None else limit)
     names = [op.name for op in comparison.graph.ops]
     if until is not None and until not in names:
-        raise OptionError(f"{comparison.program.name} has no launch {until}: it has {', '.join(names)}.")
+        raise OptionError(f"{comparison.step.program.name} has no launch {until}: it has {', '.join(names)}.")
     return list(comparison.run(tokens, until))
 
 
@@ -74,11 +72,8 @@ class Comparison:
 
     def __init__(self, executor: Executor, rows: int, limit: float) -> None:
         self.executor, self.limit, self.rows = executor, limit, rows
-        plan = executor.plan
-        self.program = executor.program(f"decode/{rows}")
-        self.graph = graph_of(plan, self.program.name)
-        if [op.name for op in self.graph.ops] != [launch.op for launch in self.program.launches]:
-            raise PlanError(f"{plan.name} was compiled by another lynnc ({plan.lynnc}): compile the plan again.")
+        self.step = readback_of(executor, rows)
+        self.graph = self.step.graph
 
     def run(self, tokens: Sequence[int], until: str | None) -> Iterator[Agreement]:
         """Launches in order, each followed by its comparison."""
@@ -86,7 +81,7 @@ class Comparison:
         rows = rows_of(tokens, executor.lengths[0])
         executor.check_rows(rows)
         executor.write_rows(rows)
-        for op, call in zip(self.graph.ops, executor.calls(self.program, self.rows), strict=True):
+        for op, call in zip(self.graph.ops, executor.calls(self.step.program, self.rows), strict=True):
             inside = self._before(op)
             executor.device.launch([call])
             run_op(inside, op)
@@ -97,18 +92,18 @@ class Comparison:
 
     def _before(self, op: Op) -> Run:
         """What the launch reads, and the memory that it writes to, of which it may leave a part as it is."""
-        states = {name: self._read_state(name) for name in op.names("state")}
-        weights = {name: self._values(self.graph.weights[name]) for name in op.names("weight")}
+        states = {name: self.step.state(name) for name in op.names("state")}
+        weights = {name: self.step.weight(self.graph.weights[name]) for name in op.names("weight")}
         run = Run(self.graph, weights, states, self.rows)
         for name in dict.fromkeys((*op.reads, *op.writes)):
-            run.put(name, self._read(name))
+            run.put(name, self.step.tensor(name))
         return run
 
     def _after(self, op: Op, run: Run) -> Iterator[Agreement]:
         for name in dict.fromkeys(op.writes):
-            yield self._agreement(op.name, name, self._read(name), run.get(name))
+            yield self._agreement(op.name, name, self.step.tensor(name), run.get(name))
         for name in op.names("state"):
-            yield self._agreement(op.name, name, self._read_state(name), run.states[name])
+            yield self._agreement(op.name, name, self.step.state(name), run.states[name])
 
     def _agreement(self, op: str, name: str, found: torch.Tensor, expected: torch.Tensor) -> Agreement:
         found, expected = found.double(), expected.double()
@@ -121,41 +116,3 @@ class Comparison:
         scale = scale if scale > 0 else 1.0
         largest, rms = float(difference.abs().max()), float(difference.square().mean().sqrt())
         return Agreement(op, name, largest / scale, rms / scale, self.limit)
-
-    def _read(self, name: str) -> torch.Tensor:
-        """A tensor, or the columns of its base that it is a view of."""
-        tensor = self.graph.tensors[name]
-        base = self.graph.tensors[tensor.base or name]
-        address = self.executor.memory.addresses.of(self.program)[base.name]
-        rows = base.shape[0] if isinstance(base.shape[0], int) else self.rows
-        whole = self._download(address, base.dtype, (int(rows), base.width))
-        columns = whole[:, tensor.offset : tensor.offset + tensor.width]
-        shaped: torch.Tensor = columns.unflatten(1, [int(size) for size in tensor.shape[1:]])
-        return shaped
-
-    def _read_state(self, name: str) -> torch.Tensor:
-        tensor = self.executor.tensor(name)
-        return self._download(tensor.address, DType(tensor.dtype), tensor.shape)
-
-    def _download(self, address: int, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
-        values = DeviceTensor("", dtype.value, shape, address, self.executor.device).read()
-        return torch.frombuffer(values, dtype=TORCH_DTYPE[dtype]).reshape(shape)
-
-    def _values(self, weight: Weight) -> torch.Tensor:
-        """FP32 values of a weight from its arrays in GPU memory."""
-        arrays: dict[str, torch.Tensor] = {}
-        for array in self.executor.plan.weights[weight.name].arrays:
-            address = self.executor.memory.addresses.weights[weight.name, array.array]
-            data = bytearray(array.bytes)
-            self.executor.memory.read_into(data, address)
-            arrays[array.array] = torch.frombuffer(data, dtype=_STORED[array.dtype]).reshape(array.shape)
-        return unpack_weight(PackedWeight(weight, arrays))
-
-
-_STORED: Mapping[str, torch.dtype] = {
-    "i64": torch.int64,
-    "u8": torch.uint8,
-    "f16": torch.float16,
-    "bf16": torch.bfloat16,
-    "f32": torch.float32,
-}

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from lynnc import ir
-from lynnc.ir import DType, Graph, Op, S
+from lynnc.ir import DType, Graph, Op, S, Tensor
 
 TORCH_DTYPE = {DType.BF16: torch.bfloat16, DType.F32: torch.float32, DType.I32: torch.int32}
 
@@ -80,16 +80,23 @@ class Run:
     rows: int
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     written: dict[str, None] = field(default_factory=dict)
+    _views: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Of the tensors asked for so far: making one costs as much as an op on one row."""
 
     def _view(self, name: str) -> torch.Tensor:
-        tensor = self.graph.tensors[name]
-        root = self.graph.tensors[tensor.base or name]
-        rows = self.rows if root.shape[0] == ir.T else int(root.shape[0])
-        if root.name not in self.values:
-            self.values[root.name] = torch.zeros(rows, root.width, dtype=TORCH_DTYPE[root.dtype])
-        columns = self.values[root.name][:, tensor.offset : tensor.offset + tensor.width]
-        shaped: torch.Tensor = columns.unflatten(1, [int(dim) for dim in tensor.shape[1:]])
-        return shaped
+        if name not in self._views:
+            tensor = self.graph.tensors[name]
+            root = self.graph.tensors[tensor.base or name]
+            if root.name not in self.values:
+                self.values[root.name] = torch.zeros(self._rows(root), root.width, dtype=TORCH_DTYPE[root.dtype])
+            self._views[name] = _columns(self.values[root.name], tensor)
+        return self._views[name]
+
+    def _rows(self, root: Tensor) -> int:
+        rows = root.shape[0]
+        if isinstance(rows, int):  # comparing a number with a symbol is slow
+            return rows
+        return self.rows if rows == ir.T else int(rows)
 
     def get(self, name: str) -> torch.Tensor:
         """The tensor in its own dtype and shape."""
@@ -109,9 +116,21 @@ class Run:
 
     def put(self, name: str, value: torch.Tensor) -> None:
         """Rounds ``value`` to the tensor's dtype and stores it."""
-        target = self._view(name)
-        target.copy_(value.reshape(target.shape))
+        tensor = self.graph.tensors[name]
+        if tensor.base is None and name not in self.values:
+            rounded = value.reshape(self._rows(tensor), tensor.width).to(TORCH_DTYPE[tensor.dtype], copy=True)
+            self.values[name] = rounded.contiguous()
+        else:
+            target = self._view(name)
+            target.copy_(value.reshape(target.shape))
         self.written[name] = None
+
+
+def _columns(root: torch.Tensor, tensor: Tensor) -> torch.Tensor:
+    """A tensor's part ``[rows, *columns]`` of the memory ``[rows, width]`` that it lies in."""
+    columns = root if tensor.base is None else root[:, tensor.offset : tensor.offset + tensor.width]
+    shaped: torch.Tensor = columns if len(tensor.shape) == 2 else columns.unflatten(1, list(map(int, tensor.shape[1:])))
+    return shaped
 
 
 def bf16(x: torch.Tensor) -> torch.Tensor:
@@ -306,11 +325,11 @@ def _sum_or_one(x: torch.Tensor) -> torch.Tensor:
 
 
 def _expert_linear(run: Run, op: ir.ExpertLinear) -> None:
-    x, ids, weight = run.f32(op.x), run.get(op.ids).long(), run.weights[op.weight]
-    slots = ids.shape[1]
-    if x.dim() == 2:
-        x = x[:, None, :].expand(-1, slots, -1)
-    rows = [torch.stack([weight[ids[t, a]] @ x[t, a] for a in range(slots)]) for t in range(ids.shape[0])]
+    x, ids, weight = run.f32(op.x), run.get(op.ids).tolist(), run.weights[op.weight]
+    rows = []
+    for row, experts in zip(x, ids, strict=True):
+        slots = [row] * len(experts) if row.dim() == 1 else row
+        rows += [weight[expert] @ slot for expert, slot in zip(experts, slots, strict=True)]
     run.put(op.out, torch.stack(rows))
 
 

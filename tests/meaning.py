@@ -62,18 +62,28 @@ class Meaning:
     room: Room
     graphs: dict[str, Graph] = field(default_factory=dict)
     values: dict[int, torch.Tensor] = field(default_factory=dict)
+    waiting: list[tuple[Graph, Op, Launch, int]] = field(default_factory=list)
 
     def run(self, calls: Sequence[Call]) -> None:
-        """A whole step: its program is found by its kernels, its rows by the first launch, the embedding."""
-        rows = calls[0].grid[0]
-        name = f"decode/{rows}"
-        if [call.kernel for call in calls] != [launch.kernel for launch in self.launches(name)]:
-            name = PREFILL
-        program, graph = self.plan.programs[name], self.graph(name)
-        for op, launch, call in zip(graph.ops, program.launches, calls, strict=True):
+        """A whole step, or the next launches of a decode step that was begun."""
+        waiting = self.waiting or self._begin(calls)
+        self.waiting = []
+        for call, (graph, op, launch, rows) in zip(calls, waiting, strict=False):
             assert op.name == launch.op == call.op
             assert call.grid == tuple(evaluate(size, rows, self.room.context) for size in launch.grid)
             self.run_launch(graph, op, Step(launch, call, rows))
+        assert len(calls) <= len(waiting)
+        self.waiting = waiting[len(calls) :]
+
+    def _begin(self, calls: Sequence[Call]) -> list[tuple[Graph, Op, Launch, int]]:
+        """A step's program is found by its kernels, its rows by the first launch, the embedding."""
+        rows = calls[0].grid[0]
+        name = f"decode/{rows}"
+        if [call.kernel for call in calls] != [launch.kernel for launch in self.launches(name)[: len(calls)]]:
+            name = PREFILL
+        graph = self.graph(name)
+        pairs = zip(graph.ops, self.plan.programs[name].launches, strict=True)
+        return [(graph, op, launch, rows) for op, launch in pairs]
 
     def launches(self, name: str) -> tuple[Launch, ...]:
         program: Program | None = self.plan.programs.get(name)

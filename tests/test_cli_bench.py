@@ -220,6 +220,9 @@ MISSING = (
     Missing("numpy", ("numpy",), ("bench", *RANDOM, "--peer", f"llama-bench={sys.executable}"), "[bench]"),
     Missing("xxhash", ("xxhash",), ("pack", "checkpoint", "-o", "packed"), "[weights]"),
     Missing("torch", ("torch",), ("pack", "checkpoint", "-o", "packed"), "[weights]"),
+    Missing("torch", ("torch",), ("run", "packed", "--prompt", "a"), "[run]"),
+    Missing("tokenizers", ("tokenizers",), ("run", "packed", "--prompt", "a"), "[run]"),
+    Missing("safetensors", ("safetensors",), ("eval", "packed", "--text", "a.txt"), "[run]"),
 )
 
 

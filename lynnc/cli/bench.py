@@ -7,7 +7,6 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +18,22 @@ from lynnc.bench.records import setting_of, write_records
 from lynnc.bench.session import Session, Wish, open_session
 from lynnc.bench.timing import Effort
 from lynnc.cli.benchreport import print_census, print_kernels, print_loads, print_memory, print_peer, print_steps
+from lynnc.cli.localplan import compile_here, device_of
 from lynnc.cli.output import note, print_json
 from lynnc.cli.parameters import complete_models, json_option, parse_programs, store_option, store_path
-from lynnc.cli.progress import bytes_bar, compile_bar
+from lynnc.cli.progress import bytes_bar
 from lynnc.cli.subject import Subject, find_subject
-from lynnc.compiler import Request, compile_model
 from lynnc.errors import OptionError
 from lynnc.outputfile import check_file
-from lynnc.plan import Options
-from lynnc.planfile import save_plan
 from lynnc.programs import PREFILL
 from lynnc.runtime.cudadevice import open_device
-from lynnc.runtime.device import DeviceFacts
 from lynnc.runtime.executor import DECODE
 from lynnc.runtime.loading.generated import GeneratedWeights
 from lynnc.runtime.loading.packedfolder import PackedFolder
 from lynnc.runtime.loading.weightsource import WeightSource
 from lynnc.runtime.peers.llamabench import PeerRun, import_writer, measure_peer, parse_peer
 from lynnc.runtime.weights.packedindex import read_index
-from lynnc.store import Store
-from lynnc.target import DEVICES, Device, default_device, find_device, find_target
+from lynnc.target import Device, find_device
 
 USUAL_CONTEXTS = "128,4096"
 
@@ -128,7 +123,7 @@ def run(arguments: Arguments) -> None:
     if arguments.device:
         find_device(arguments.device)
     facts = open_device(arguments.gpu).facts
-    device = _device(arguments, facts)
+    device = device_of(facts, arguments.device)
     outcome = Outcome()
     with ExitStack() as stack:
         folder = subject.folder if subject.plan else _compile(arguments, subject, device, stack)
@@ -230,31 +225,9 @@ def _weights_text(arguments: Arguments) -> str:
     return "packed" if arguments.weights else f"random, seed {arguments.seed}"
 
 
-def _device(arguments: Arguments, facts: DeviceFacts) -> Device:
-    """The device of that name, or the one that the driver's name holds, or the usual one of the architecture."""
-    target = find_target(str(facts.capability))
-    if arguments.device:
-        chosen = find_device(arguments.device)
-        if chosen.target != target:
-            raise OptionError(
-                f"--device {arguments.device} is {chosen.target.name} and {facts.name} is {target.name}: name a device "
-                "of that architecture, or leave it out."
-            )
-        return chosen
-    words = facts.name.lower().split()
-    names = {*words, *(first + second for first, second in pairwise(words))}
-    alike = (device for device in DEVICES.values() if device.name in names and device.target == target)
-    return next(alike, default_device(target))
-
-
 def _compile(arguments: Arguments, subject: Subject, device: Device, stack: ExitStack) -> Path:
-    """A plan of the model for this GPU, in a folder that is gone afterwards."""
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lynnc-bench-"))) / "bench.plan"
-    request = Request(device.target, device, Options(programs=parse_programs(arguments.programs)))
-    with compile_bar() as on_progress:
-        compiled = compile_model(subject.spec, request, Store(store_path(arguments.store)), None, on_progress)
-    save_plan(compiled.plan, compiled.files, folder)
-    return folder
+    programs = parse_programs(arguments.programs)
+    return stack.enter_context(compile_here(subject.spec, device, programs, store_path(arguments.store)))
 
 
 def _command_line() -> str:

@@ -39,10 +39,12 @@ EXTRAS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a command lives (a module with a ``command``), and the line that says what it does."""
+    """Where a command lives (a module with a ``command``), the line that says what it does, and the extra that brings
+    all it imports, where that is one."""
 
     module: str
     help: str
+    extra: str = ""
 
 
 COMMANDS: Mapping[str, Entry] = MappingProxyType(
@@ -50,6 +52,8 @@ COMMANDS: Mapping[str, Entry] = MappingProxyType(
         "compile": Entry("lynnc.cli.compile", "Compile a model to a plan."),
         "show": Entry("lynnc.cli.show", "Print a model's graph, kernel choices, Triton source or PTX."),
         "explain": Entry("lynnc.cli.explain", "Print the bytes, FLOPs and speed ceilings of a model."),
+        "run": Entry("lynnc.cli.run", "Let a packed model go on with a text.", extra="run"),
+        "eval": Entry("lynnc.cli.eval", "Measure how well a packed model predicts a text.", extra="run"),
         "import-config": Entry("lynnc.cli.import_config", "Write a model file from a published config.json."),
         "bench": Entry("lynnc.cli.bench", "Measure how fast a plan decodes on this machine's GPU."),
         "pack": Entry("lynnc.cli.pack", "Pack a checkpoint into the layout that plans load."),
@@ -86,7 +90,7 @@ class Commands(click.Group):
                 raise
             raise OptionError(
                 f"lynnc {cmd_name} needs the Python package {package}: install lynnc with its extra, as in "
-                f"`pip install -e '.[{extra}]'`."
+                f"`pip install -e '.[{entry.extra or extra}]'`."
             ) from None
         assert isinstance(command, click.Command)
         return command

@@ -1,35 +1,62 @@
 """Token ids that a command is given: a text with a tokenizer, or the ids themselves.
 
-In: paths. Out: ids in a tuple, or a ``ModelError`` that names the file and the place in it.
+In: paths. Out: ids in a tuple, or a ``ModelError`` that names the file and the place in it. Of a packed folder also its
+tokenizer, and the tokens that end a text.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from lynnc.errors import ModelError
+from lynnc.errors import ModelError, WeightError
 from lynnc.fields import Place, describe, list_of, whole
 from lynnc.hfconfig import read_json
 from lynnc.modelfile import read_text
 
 TOKENIZER_FILE = "tokenizer.json"
+EOS = "eos_token_id"
 _ID = re.compile(r"[0-9]{1,9}")
 
 
 def tokenize(text: Path, tokenizer: Path) -> tuple[int, ...]:
     """The tokens of a UTF-8 text, without the special tokens that a tokenizer may put around one."""
-    content = read_text(text)
-    encoding: Any = _load_tokenizer(tokenizer).encode(content, add_special_tokens=False)
+    return encode(load_tokenizer(tokenizer), read_text(text))
+
+
+def encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """The tokens of a text; special tokens are those that are written in it."""
+    encoding: Any = tokenizer.encode(text, add_special_tokens=False)
     return tuple(encoding.ids)
 
 
-def _load_tokenizer(path: Path) -> Tokenizer:
+def tokenizer_of(folder: Path) -> Tokenizer:
+    """The tokenizer of a packed folder; WeightError if it holds none."""
+    if not (folder / TOKENIZER_FILE).is_file():
+        raise WeightError(f"{folder} holds no {TOKENIZER_FILE}: copy the one of the checkpoint into it.")
+    return load_tokenizer(folder / TOKENIZER_FILE)
+
+
+def stop_tokens(folder: Path) -> frozenset[int]:
+    """The tokens that end a text, by `generation_config.json` of a folder, or else by its `config.json`."""
+    for name in ("generation_config.json", "config.json"):
+        content = read_json(folder / name) if (folder / name).is_file() else {}
+        for section, path in ((content, ""), (content.get("text_config"), "text_config.")):
+            given = section.get(EOS) if isinstance(section, Mapping) else None
+            if given is not None:
+                place = Place(str(folder / name), f"{path}{EOS}")
+                return frozenset(list_of(whole(0))(given if isinstance(given, list) else [given], place))
+    return frozenset()
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """A tokenizer file; ModelError if the tokenizers library cannot use it."""
     model = read_json(path).get("model")
     if not isinstance(model, dict) or "vocab" not in model:
         Place(str(path), "model").fail(

@@ -1,0 +1,87 @@
+"""What a decode step leaves in GPU memory, as torch tensors, by the names of its graph.
+
+In: an executor, and a decode program of its plan. Out: a ``Readback``: the program, its graph, and the values of
+tensors, states and weights as they are now. Needs torch; the graph is built again from the plan's model and options, so
+the plan must have been compiled by this version of lynnc.
+
+Example::
+
+    step = readback_of(executor, rows=2)
+    executor.launch(step.program, rows_of([7, 8], executor.lengths[0]))
+    step.tensor("logits")                               # FP32 [2, vocabulary]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from lynnc.compiler import graph_of
+from lynnc.errors import PlanError
+from lynnc.interpret import TORCH_DTYPE
+from lynnc.ir import DType, Graph, Weight
+from lynnc.plan import Program
+from lynnc.runtime.executor import Executor
+from lynnc.runtime.tensors import DeviceTensor
+from lynnc.runtime.weights.arrays import PackedWeight, unpack_weight
+
+
+@dataclass(frozen=True, slots=True)
+class Readback:
+    """A decode program in GPU memory, and its graph. Tensors share memory: one is what its name says from the launch
+    that writes it to the last one that reads it."""
+
+    executor: Executor
+    program: Program
+    graph: Graph
+    rows: int
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor in its own dtype and shape, or the columns of its base that it is a view of."""
+        tensor = self.graph.tensors[name]
+        base = self.graph.tensors[tensor.base or name]
+        address = self.executor.memory.addresses.of(self.program)[base.name]
+        rows = base.shape[0] if isinstance(base.shape[0], int) else self.rows
+        whole = self._download(address, base.dtype, (int(rows), base.width))
+        columns = whole[:, tensor.offset : tensor.offset + tensor.width]
+        shaped: torch.Tensor = columns.unflatten(1, [int(size) for size in tensor.shape[1:]])
+        return shaped
+
+    def state(self, name: str) -> torch.Tensor:
+        """A state of all slots."""
+        tensor = self.executor.tensor(name)
+        return self._download(tensor.address, DType(tensor.dtype), tensor.shape)
+
+    def weight(self, weight: Weight) -> torch.Tensor:
+        """FP32 values of a weight from its arrays."""
+        arrays: dict[str, torch.Tensor] = {}
+        for array in self.executor.plan.weights[weight.name].arrays:
+            address = self.executor.memory.addresses.weights[weight.name, array.array]
+            data = bytearray(array.bytes)
+            self.executor.memory.read_into(data, address)
+            arrays[array.array] = torch.frombuffer(data, dtype=_STORED[array.dtype]).reshape(array.shape)
+        return unpack_weight(PackedWeight(weight, arrays))
+
+    def _download(self, address: int, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
+        values = DeviceTensor("", dtype.value, shape, address, self.executor.device).read()
+        return torch.frombuffer(values, dtype=TORCH_DTYPE[dtype]).reshape(shape)
+
+
+def readback_of(executor: Executor, rows: int) -> Readback:
+    """The decode program of that many rows; PlanError if the plan lacks it or another lynnc compiled it."""
+    plan, program = executor.plan, executor.program(f"decode/{rows}")
+    graph = graph_of(plan, program.name)
+    if [op.name for op in graph.ops] != [launch.op for launch in program.launches]:
+        raise PlanError(f"{plan.name} was compiled by another lynnc ({plan.lynnc}): compile the plan again.")
+    return Readback(executor, program, graph, rows)
+
+
+_STORED: Mapping[str, torch.dtype] = {
+    "i64": torch.int64,
+    "u8": torch.uint8,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "f32": torch.float32,
+}
