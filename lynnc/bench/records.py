@@ -11,7 +11,7 @@ import json
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -96,11 +96,16 @@ def _rounded(value: float) -> float:
 
 def setting_of(plan: Plan, facts: DeviceFacts, params: Mapping[str, Value], command: str) -> Setting:
     """What the records of one run share: the plan's identity, the GPU with its clocks, and versions."""
-    device: dict[str, Value] = {**asdict(facts), **clocks()}
-    versions = {"lynnc": VERSION, "python": platform.python_version(), **_installed(), **plan.tools}
     shared = {"model": plan.model_name, "plan": plan.name, "plan_digest": plan.digest, **params}
+    return replace(setting_on(facts, plan.tools, command), params=shared)
+
+
+def setting_on(facts: DeviceFacts, tools: Mapping[str, str], command: str) -> Setting:
+    """The same for what no plan is part of."""
+    device: dict[str, Value] = {**asdict(facts), **clocks()}
+    versions = {"lynnc": VERSION, "python": platform.python_version(), **_installed(), **tools}
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return Setting(shared, device, versions, commit(), date, command)
+    return Setting({}, device, versions, commit(), date, command)
 
 
 def _installed() -> Mapping[str, str]:
