@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lynnc.bench.records import Value, setting_on, write_records
+from lynnc.bench.records import setting_on, write_records
 from lynnc.bench.timing import Timing, timing_of
 from lynnc.runtime.cudadevice import open_device
 
