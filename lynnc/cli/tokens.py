@@ -25,11 +25,12 @@ _ID = re.compile(r"[0-9]{1,9}")
 def tokenize(text: Path, tokenizer: Path) -> tuple[int, ...]:
     """The tokens of a UTF-8 text, without the special tokens that a tokenizer may put around one."""
     content = read_text(text)
-    encoding: Any = _load_tokenizer(tokenizer).encode(content, add_special_tokens=False)
+    encoding: Any = load_tokenizer(tokenizer).encode(content, add_special_tokens=False)
     return tuple(encoding.ids)
 
 
-def _load_tokenizer(path: Path) -> Tokenizer:
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a ``tokenizer.json``."""
     model = read_json(path).get("model")
     if not isinstance(model, dict) or "vocab" not in model:
         Place(str(path), "model").fail(
