@@ -21,6 +21,9 @@ from lynnc.quality.drift import Drift, Place, cut
 from lynnc.quality.pair import Pair
 from lynnc.quality.thresholds import Thresholds
 
+FEW_ROWS = 0.1
+"""Share of rows whose whole numbers may differ through ties alone, where anything may differ."""
+
 
 @dataclass(frozen=True, slots=True)
 class Culprit:
@@ -46,16 +49,17 @@ class _Sums:
     output: OpOutput
     difference: float = 0.0
     base: float = 0.0
-    is_whole: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the tensor holds whole numbers, such as the experts that a token chose."""
+        return not self.output.values.is_floating_point()
 
     def add(self, base: torch.Tensor, candidate: torch.Tensor) -> None:
-        """One piece."""
-        candidate = candidate.to(base.device)
-        self.is_whole = not base.is_floating_point()
+        """Rows of one piece."""
         if self.is_whole:
-            differs = (base != candidate).flatten(1).any(-1)
-            self.difference += float(differs.sum())
-            self.base += len(differs)
+            self.difference += float(_rows_that_differ(base, candidate).sum())
+            self.base += len(base)
             return
         ours, theirs = base.double(), candidate.double()
         difference = torch.where(ours.isnan() & theirs.isnan(), 0.0, ours - theirs)
@@ -71,6 +75,42 @@ class _Sums:
             return 0.0
         ratio = self.difference / self.base if self.base > 0 else math.inf
         return ratio if self.is_whole else math.sqrt(ratio)
+
+    def is_far_off(self, thresholds: Thresholds) -> bool:
+        """Whether the op is to be named."""
+        limit = thresholds.op_l2
+        return self.error > (max(limit, FEW_ROWS) if self.is_whole and limit > 0 else limit)
+
+
+class _Section:
+    """Sums of a section by op and tensor, in the candidate's order."""
+
+    def __init__(self, section: str) -> None:
+        self.is_head = section == HEAD
+        self.sums: dict[tuple[str, str, str], _Sums] = {}
+
+    def add(self, base: tuple[OpOutput, ...], candidate: tuple[OpOutput, ...]) -> None:
+        """One piece. A token whose router was nearly tied may choose other experts, which says nothing of the ops that
+        follow, so it counts there no more."""
+        known = {output.tensor: output.values for output in base}
+        same: torch.Tensor | None = None
+        for output in candidate:
+            ours, theirs = known.get(output.tensor), output.values
+            if ours is None or ours.shape != theirs.shape:
+                continue
+            theirs = theirs.to(ours.device)
+            sums = self.sums.setdefault((output.op, output.inner, output.tensor), _Sums(output))
+            if sums.is_whole:
+                if not self.is_head:  # which token is likeliest follows from the logits
+                    sums.add(ours, theirs)
+                    same = ~_rows_that_differ(ours, theirs)
+                continue
+            kept = same is not None and not output.is_state
+            sums.add(ours[same] if kept else ours, theirs[same] if kept else theirs)
+
+
+def _rows_that_differ(base: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:
+    return (base != candidate).flatten(1).any(-1)
 
 
 def find_culprit(pair: Pair, drift: Drift, leaving: Place, thresholds: Thresholds) -> Culprit | None:
@@ -93,19 +133,13 @@ def culprit_of_section(pair: Pair, drift: Drift, section: str, thresholds: Thres
         return None
     if drift.skipped:
         return None
-    sums: dict[tuple[str, str, str], _Sums] = {}
-    pieces = zip(_pieces(base, drift, section), _pieces(candidate, drift, section), strict=True)
-    for ours, theirs in pieces:
-        known = {output.tensor: output for output in _joined(ours)}
-        for output in _joined(theirs):
-            match = known.get(output.tensor)
-            if match is not None and match.values.shape == output.values.shape:
-                place = sums.setdefault((output.op, output.inner, output.tensor), _Sums(output))
-                place.add(match.values, output.values)
-    for place in sums.values():
-        if place.error > thresholds.op_l2:
-            found = place.output
-            return Culprit(section, found.op, found.kind, found.inner, found.tensor, place.error)
+    found = _Section(section)
+    for ours, theirs in zip(_pieces(base, drift, section), _pieces(candidate, drift, section), strict=True):
+        found.add(_joined(ours), _joined(theirs))
+    for sums in found.sums.values():
+        if sums.is_far_off(thresholds):
+            output = sums.output
+            return Culprit(section, output.op, output.kind, output.inner, output.tensor, sums.error)
     return None
 
 

@@ -83,6 +83,7 @@ def _prompt(run: PromptRun, widest: float) -> dict[str, object]:
         "name": run.prompt.name,
         "kind": run.prompt.kind,
         "tokens": len(run.prompt.ids),
+        "noise": run.noise.relative if run.noise.positions else None,
         "outcome": str(outcome_of(run, widest)),
         "ids": list(run.ids),
         "differences": len(run.flips),

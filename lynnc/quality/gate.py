@@ -116,13 +116,10 @@ def _suspects(
     pair: Pair, material: Material, settings: Settings, findings: Findings, thresholds: Thresholds
 ) -> Iterator[tuple[str, Drift]]:
     yield _beginning(material), findings.drift
-    widest = allowance(findings.greedy.noise, thresholds)
-    for run in findings.greedy.runs:
-        flip = first_wrong(run, widest)
-        if flip:
-            tokens = (*run.prompt.ids, *run.ids)
-            yield f"the prompt {run.prompt.name}", trace_drift(pair, tokens, len(run.prompt.ids))
-            break
+    greedy = findings.greedy
+    widest = allowance(greedy.noise, thresholds)
+    for run in (next((run for run in greedy.runs if first_wrong(run, widest)), greedy.noisiest), greedy.noisiest):
+        yield f"the prompt {run.prompt.name}", trace_drift(pair, (*run.prompt.ids, *run.ids), len(run.prompt.ids))
     text = findings.text
     worst = text.first_damaged if text.first_damaged >= 0 else text.worst
     first = worst - worst % settings.sequence

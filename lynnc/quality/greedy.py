@@ -48,15 +48,6 @@ class Flip:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptRun:
-    """A prompt, the ids that the base generated, and where the candidate differs, in order."""
-
-    prompt: Encoded
-    ids: tuple[int, ...]
-    flips: tuple[Flip, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Noise:
     """Difference of the two sides' logits, each less its mean: RMS and maximum; ``scale`` is the RMS of the base's own.
     ``damaged`` counts rows that are not finite, which are in none of the others."""
@@ -74,11 +65,26 @@ class Noise:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptRun:
+    """A prompt, the ids that the base generated, where the candidate differs, in order, and the noise behind it."""
+
+    prompt: Encoded
+    ids: tuple[int, ...]
+    flips: tuple[Flip, ...]
+    noise: Noise
+
+
+@dataclass(frozen=True, slots=True)
 class GreedyResult:
     """Every prompt, and the noise over all of them."""
 
     runs: tuple[PromptRun, ...]
     noise: Noise
+
+    @property
+    def noisiest(self) -> PromptRun:
+        """The prompt with the most noise; one behind which nothing could be compared has none of its own."""
+        return max(self.runs, key=lambda run: run.noise.relative if run.noise.positions else 0.0)
 
 
 class NoiseMeter:
@@ -104,6 +110,15 @@ class NoiseMeter:
         self.elements += difference.numel()
         self.positions += len(difference)
 
+    def include(self, other: NoiseMeter) -> None:
+        """Another meter's sums as well."""
+        self.squares += other.squares
+        self.base_squares += other.base_squares
+        self.largest = max(self.largest, other.largest)
+        self.elements += other.elements
+        self.positions += other.positions
+        self.damaged += other.damaged
+
     def result(self) -> Noise:
         """What was measured."""
         count = max(self.elements, 1)
@@ -115,16 +130,18 @@ def run_greedy(
     pair: Pair, prompts: Sequence[Encoded], tokens: int, on_prompt: Callable[[str], None] = lambda name: None
 ) -> GreedyResult:
     """Generates ``tokens`` ids behind each prompt."""
-    meter = NoiseMeter()
+    whole = NoiseMeter()
     runs = []
     for prompt in prompts:
         on_prompt(prompt.name)
+        meter = NoiseMeter()
         runs.append(run_prompt(pair, prompt, tokens, meter))
-    return GreedyResult(tuple(runs), meter.result())
+        whole.include(meter)
+    return GreedyResult(tuple(runs), whole.result())
 
 
 def run_prompt(pair: Pair, prompt: Encoded, tokens: int, meter: NoiseMeter) -> PromptRun:
-    """One prompt in a sequence of its own."""
+    """One prompt in a sequence of its own, measured by a meter of its own."""
     pair.reset()
     *head, last = pieces_of(prompt.ids)
     for piece in head:
@@ -140,7 +157,7 @@ def run_prompt(pair: Pair, prompt: Encoded, tokens: int, meter: NoiseMeter) -> P
         flips += [flip] if flip else []
         ids.append(choose(base[0]))
         if len(ids) == tokens:
-            return PromptRun(prompt, tuple(ids), tuple(flips))
+            return PromptRun(prompt, tuple(ids), tuple(flips), meter.result())
         base, candidate = pair.step(ids[-1])
 
 

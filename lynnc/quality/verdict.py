@@ -106,8 +106,15 @@ def _greedy(found: GreedyResult, thresholds: Thresholds) -> tuple[Check, ...]:
             max(thresholds.divergent_share, thresholds.wrong_share),
             _names([*wrong, *explained]),
         ),
-        Check("noise of logits, relative", found.noise.relative, thresholds.noise, "all prompts"),
+        _noise(found, thresholds),
     )
+
+
+def _noise(found: GreedyResult, thresholds: Thresholds) -> Check:
+    """Of the noisiest prompt: over all of them, a fault of one would be lost."""
+    noisiest = found.noisiest
+    value = noisiest.noise.relative if found.noise.positions else math.inf
+    return Check("noise of logits, relative", value, thresholds.noise, noisiest.prompt.name)
 
 
 def _names(runs: Sequence[PromptRun]) -> str:
