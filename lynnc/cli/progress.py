@@ -36,6 +36,11 @@ def bytes_bar(verb: str) -> AbstractContextManager[OnBytes | None]:
     return _bar(TextColumn(verb), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
 
 
+def steps_bar(verb: str) -> AbstractContextManager[OnProgress | None]:
+    """Gives what is called with steps done, steps in all and what is next, or None."""
+    return _bar(TextColumn(verb), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+
+
 @contextmanager
 def _bar(*columns: ProgressColumn) -> Iterator[Callable[[int, int, str], None] | None]:
     """A bar of these columns, and of what is next."""

@@ -1,1 +1,1 @@
-"""How good a model is, measured on an engine: wherever its logits are computed."""
+"""How good a model is, measured on an engine, and whether a change of it may ship."""

@@ -1,0 +1,197 @@
+"""The gate must pass what is right: the same values, the same graph fused, weights that are a little different."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from faults import break_op, break_weight, drop_shared_expert, swap_nibbles
+from gating import (
+    CONTEXT,
+    DENSE,
+    FULL,
+    MOE,
+    SHORT,
+    check_of,
+    engine_of,
+    failed,
+    gate,
+    jittered,
+    material,
+    random_ids,
+    tiny_thresholds,
+    usual_base,
+)
+from reference import Case, make
+
+from lynnc.engines.planned import Planned
+from lynnc.errors import OptionError
+from lynnc.passes import PIPELINE
+from lynnc.plan import Options
+from lynnc.quality.document import document_of, plain, speedup_of
+from lynnc.quality.drift import cut, first_leaving, trace_drift
+from lynnc.quality.gate import run_gate
+from lynnc.quality.greedy import Outcome, outcome_of
+from lynnc.quality.pair import Pair, Timed, check_alike
+from lynnc.quality.sides import Side, SideKind
+from lynnc.quality.thresholds import KINDS
+
+ALL_PASSES = tuple(step.name for step in PIPELINE)
+LOOSE = {"agreement": 0.5, "divergent_share": 1.0}
+
+
+@pytest.mark.parametrize("case", [MOE, FULL, DENSE], ids=str)
+def test_the_same_values_are_bit_exact(case: Case) -> None:
+    report = gate(engine_of(make(case)), "bit-exact", case=case)
+    assert report.passed and report.location is None, failed(report)
+    assert all(check.value in (0, 1) for check in report.checks)
+    assert all(run.flips == () for run in report.findings.greedy.runs)
+    assert [place.section for place in report.findings.drift.places][:2] == ["embed", "layers.0"]
+
+
+@pytest.mark.parametrize("case", [MOE, FULL, DENSE], ids=str)
+def test_a_fused_graph_is_a_fusion(case: Case) -> None:
+    """Prompts by the prefill program, tokens by decode/1; then by decode programs alone."""
+    spec, values = make(case).spec, make(case).values
+    for options in (Options(), Options(programs=("decode/1", "decode/8")), Options(without=ALL_PASSES)):
+        candidate = Planned(spec, values, "plan", CONTEXT, options=options)
+        report = gate(candidate, tiny_thresholds("fusion", agreement=0.9), case=case)
+        assert report.passed, failed(report)
+
+
+def test_small_noise_passes_and_is_not_bit_exact() -> None:
+    candidate = jittered(make(MOE), 1e-3)
+    report = gate(candidate, tiny_thresholds("fusion", **LOOSE))
+    assert report.passed, failed(report)
+    assert 0 < report.findings.greedy.noise.relative < 0.02
+    strict = gate(candidate, "bit-exact")
+    assert {"noise of logits, relative", "KL, mean", "KL, largest", "hidden state, relative L2"} <= set(failed(strict))
+    assert strict.location and strict.location.section == "embed"
+
+
+def test_large_noise_does_not_excuse_itself() -> None:
+    """All differences lie within six times the noise; but the noise is a multiple of what its limit excuses."""
+    report = gate(jittered(make(MOE), 0.4), tiny_thresholds("fusion", divergent_share=1.0))
+    noise, runs = report.findings.greedy.noise, report.findings.greedy.runs
+    gaps = [flip.gap for run in runs for flip in run.flips]
+    assert max(gaps) < 6 * noise.rms
+    assert report.widest == pytest.approx(6 * 0.02 * noise.scale)
+    assert Outcome.WRONG in {outcome_of(run, report.widest) for run in runs}
+    assert {"prompts that are wrong", "noise of logits, relative"} <= set(failed(report))
+
+
+def test_both_sides_read_the_bases_choices() -> None:
+    """So a candidate that has gone astray is still judged on what the base would have done."""
+    reference = make(MOE)
+    report = gate(jittered(reference, 0.4))
+    base = engine_of(reference)
+    for run in report.findings.greedy.runs:
+        base.reset()
+        logits = base.append(run.prompt.ids)[-1]
+        for index, token in enumerate(run.ids):
+            assert token == int(logits.argmax())
+            flips = [flip for flip in run.flips if flip.position == index]
+            assert all(flip.base == token != flip.candidate for flip in flips)
+            top = logits.double().sort(descending=True).values
+            assert all(flip.margin == pytest.approx(float(top[0] - top[1]), abs=1e-6) for flip in flips)
+            logits = base.append([token])[-1]
+
+
+def test_a_fault_that_stays_within_every_band_is_found_by_its_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = tiny_thresholds("quantisation", op_l2=0.3, **LOOSE)
+    candidate = engine_of(make(MOE))
+    break_op(monkeypatch, candidate, "layers.1.shared_add", drop_shared_expert)
+    report = gate(candidate, replace(wide, mean_kl=1e-4, bits_per_byte=1.0))
+    assert first_leaving(report.findings.drift, wide) is None
+    assert failed(report) == ["KL, mean"]
+    assert report.location and report.location.culprit and report.location.culprit.op == "layers.1.shared_add"
+
+
+def test_a_difference_everywhere_blames_no_op() -> None:
+    report = gate(jittered(make(MOE), 1e-3), tiny_thresholds("fusion", mean_kl=0.0, agreement=0.5))
+    assert failed(report) == ["KL, mean"] and report.location is None
+
+
+def test_drift_of_a_long_sequence_follows_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = random_ids(60, 3)
+    pair = Pair(Timed(usual_base(MOE)), Timed(jittered(make(MOE), 0.05)))
+    whole = trace_drift(pair, tokens, 50)
+    monkeypatch.setattr("lynnc.quality.drift.MOST_FOLLOWED", 20)
+    end = trace_drift(pair, tokens, 50)
+    assert (whole.skipped, end.skipped, end.tokens, end.prompt) == (0, 40, tokens[40:], 10)
+    assert torch.allclose(whole.hidden[:, 40:], end.hidden, atol=1e-5)
+    assert end.places[-1].l2 > 0
+
+
+def test_tokens_are_cut_into_a_prompt_and_steps() -> None:
+    assert cut((1, 2, 3, 4), 2) == [(1, 2), [3], [4]] and cut((1, 2), 2) == [(1, 2)]
+
+
+def test_engines_that_show_no_ops_still_name_the_layer() -> None:
+    class Closed:
+        """What a plan on a GPU may be: an engine and no more."""
+
+        def __init__(self, engine: object) -> None:
+            self._engine = engine
+
+        def __getattr__(self, name: str) -> object:
+            if name in ("trace_ops", "memory_bytes"):
+                raise AttributeError(name)
+            return getattr(self._engine, name)
+
+    broken = break_weight(make(MOE), "layers.1.out_weight", swap_nibbles)
+    pair = Pair(Timed(usual_base(MOE)), Timed(Closed(broken)))  # type: ignore[arg-type]
+    report = run_gate(pair, material(), SHORT, KINDS["fusion"])
+    assert report.location and report.location.section == "layers.1" and report.location.culprit is None
+    assert report.candidate.memory_bytes is None
+
+
+def test_models_that_do_not_correspond_are_refused() -> None:
+    spec = MOE.spec
+    for other, words in (
+        (replace(spec, vocabulary=400), "vocabulary of 384 and the candidate tiny-moe 400"),
+        (replace(spec, hidden=256), "hidden size of 128"),
+        (replace(spec, layers=spec.layers[:2]), "the layers gdn, gdn, gdn, full"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            check_alike(spec, other)
+    assert spec.moe is not None
+    check_alike(spec, replace(spec, moe=replace(spec.moe, experts=(3, 3, 3, 3))))
+
+
+def side(gpu: bool) -> Side:
+    return Side(Path("a"), SideKind.PLAN, MOE.spec, Path("w"), gpu)
+
+
+def test_speed_is_claimed_only_for_kernels_that_pass() -> None:
+    report = gate(engine_of(make(MOE)))
+    quick = replace(report, base=replace(report.base, step_seconds=3.0), candidate=replace(report.base, step_seconds=2))
+    assert speedup_of(quick, side(True), side(True)) == 1.5
+    assert speedup_of(quick, side(True), side(False)) is None
+    failing = replace(quick, checks=(*quick.checks, replace(quick.checks[0], value=1.0)))
+    assert not failing.passed and speedup_of(failing, side(True), side(True)) is None
+    assert document_of(failing, side(True), side(True))["speedup"] is None
+
+
+def test_costs_are_those_of_the_run() -> None:
+    report = gate(engine_of(make(MOE)))
+    steps = len(material().prompts) * (SHORT.tokens - 1)
+    for costs in (report.base, report.candidate):
+        assert costs.steps == steps and costs.step_seconds > 0 and costs.prompt_rate > 0
+        assert costs.memory_bytes and costs.memory_bytes > costs.weight_bytes > 0
+
+
+def test_what_is_no_number_becomes_text() -> None:
+    assert plain({"a": (float("nan"), float("-inf"), 1.5)}) == {"a": ["nan", "-inf", 1.5]}
+    check = check_of(gate(engine_of(make(MOE))), "KL, mean")
+    assert plain(check) == {"name": "KL, mean", "value": 0.0, "limit": 0.002, "where": "80 tokens", "is_least": False}
+
+
+def test_progress_ends_where_it_should() -> None:
+    seen: list[tuple[int, int, str]] = []
+    pair = Pair(Timed(usual_base(MOE)), Timed(engine_of(make(MOE))))
+    run_gate(pair, material(), SHORT, KINDS["fusion"], lambda *step: seen.append(step))
+    assert [done for done, _, _ in seen] == list(range(len(seen))) and seen[-1][1] == len(seen)
+    assert seen[-1][2] == "layer by layer"
