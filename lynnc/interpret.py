@@ -197,19 +197,25 @@ def _gated_delta(run: Run, op: ir.GatedDelta) -> None:
     repeat = op.value_heads // op.key_heads
     q, k = (_l2(x.unflatten(1, [op.key_heads, op.key_dim])).repeat_interleave(repeat, dim=1) for x in (q, k))
     q, v = q * op.key_dim**-0.5, v.unflatten(1, [op.value_heads, op.value_dim])
-    beta, g, state = run.f32(op.beta), run.f32(op.g), run.states[op.state]
+    beta, decay, state = run.f32(op.beta)[:, :, None], run.f32(op.g).exp()[:, :, None, None], run.states[op.state]
     outs = []
     for row, (position, slot) in enumerate(_positions(run, op)):
         if position < 0:
             outs.append(torch.zeros_like(v[row]))
             continue
         old = state[slot] if position > 0 else torch.zeros_like(state[slot])
-        s = old * g[row].exp()[:, None, None]
-        delta = beta[row][:, None] * (v[row] - torch.einsum("hkv,hk->hv", s, k[row]))
+        s = old * decay[row]
+        delta = beta[row] * (v[row] - _read_state(s, k[row]))
         s = s + k[row][:, :, None] * delta[:, None, :]
-        outs.append(torch.einsum("hkv,hk->hv", s, q[row]))
+        outs.append(_read_state(s, q[row]))
         state[slot] = s
     run.put(op.out, torch.stack(outs))
+
+
+def _read_state(s: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """What a state [heads, K, V] holds for a key [heads, K]: [heads, V]."""
+    found: torch.Tensor = torch.bmm(s.transpose(1, 2), key[:, :, None])[:, :, 0]
+    return found
 
 
 def _l2(x: torch.Tensor) -> torch.Tensor:
@@ -243,10 +249,12 @@ def _cache_append(run: Run, op: ir.CacheAppend) -> None:
 
 
 def _attention(run: Run, op: ir.Attention) -> None:
-    q = run.f32(op.q)
+    q, positions = run.f32(op.q), _positions(run, op)
+    longest = {slot: max(at for at, other in positions if other == slot) for _, slot in positions}
+    caches = {slot: _cached(run, op, slot, position + 1) for slot, position in longest.items()}
     outs = []
-    for row, (position, slot) in enumerate(_positions(run, op)):
-        keys, values = _cached(run, op, slot, position + 1)
+    for row, (position, slot) in enumerate(positions):
+        keys, values = (cache[:, : max(position + 1, 1)] for cache in caches[slot])
         weights = torch.softmax(torch.einsum("hd,hsd->hs", q[row], keys) * op.scale, dim=-1)
         outs.append(torch.einsum("hs,hsd->hd", weights, values))
     run.put(op.out, torch.stack(outs))
