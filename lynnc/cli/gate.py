@@ -199,7 +199,12 @@ def read_heldout(path: Path | None, tokenizer: Tokenizer) -> HeldOut:
 def _measure(
     arguments: Arguments, sides: tuple[Side, Side], context: int, material: Material, thresholds: Thresholds
 ) -> Report:
-    settings = Settings(tokens=arguments.tokens, sequence=min(USUAL.sequence, context))
+    settings = Settings(
+        tokens=arguments.tokens,
+        sequence=min(USUAL.sequence, context),
+        followed_prompt=min(USUAL.followed_prompt, context // 2),
+        followed_steps=min(USUAL.followed_steps, context // 2),
+    )
     with ExitStack() as stack:
         engines = []
         for side in sides:
