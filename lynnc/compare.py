@@ -56,7 +56,7 @@ def compare_step(
     """One decode step of ``tokens``, which slot 0's sequence goes on with, up to the launch ``until``.
 
     A whole step counts as done: the sequence is longer by its tokens. After a part of one (``until``) the states are no
-    sequence's, and the slot is to be reset. OptionError if the program has no such launch.
+    sequence's, and the slot begins anew with a prompt. OptionError if the program has no such launch.
     """
     if not 1 <= len(tokens) <= MOST_DECODE_ROWS:
         raise OptionError(f"A decode step has 1 to {MOST_DECODE_ROWS} rows, not {len(tokens)}: give as many tokens.")
@@ -76,19 +76,21 @@ class Comparison:
         self.graph = self.step.graph
 
     def run(self, tokens: Sequence[int], until: str | None) -> Iterator[Agreement]:
-        """Launches in order, each followed by its comparison."""
+        """Launches in order, each followed by its comparison; who takes no more of them leaves a part of a step."""
         executor = self.executor
-        rows = rows_of(tokens, executor.lengths[0])
+        length = executor.lengths[0]
+        rows = rows_of(tokens, length)
         executor.check_rows(rows)
         executor.write_rows(rows)
-        for op, call in zip(self.graph.ops, executor.calls(self.step.program, self.rows), strict=True):
-            inside = self._before(op)
-            executor.device.launch([call])
-            run_op(inside, op)
-            yield from self._after(op, inside)
-            if op.name == until:
-                return
-        executor.lengths[0] += len(rows)
+        is_whole = until in (None, self.graph.ops[-1].name)
+        with executor.advancing({0: length + len(rows) if is_whole else 0}):
+            for op, call in zip(self.graph.ops, executor.calls(self.step.program, self.rows), strict=True):
+                inside = self._before(op)
+                executor.device.launch([call])
+                run_op(inside, op)
+                yield from self._after(op, inside)
+                if op.name == until:
+                    return
 
     def _before(self, op: Op) -> Run:
         """What the launch reads, and the memory that it writes to, of which it may leave a part as it is."""

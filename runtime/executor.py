@@ -14,12 +14,13 @@ Example::
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import TracebackType
 from typing import Any, Self
 
-from lynnc.errors import OptionError, PlanError
+from lynnc.errors import DeviceError, OptionError, PlanError
 from lynnc.plan import Plan, Program
 from lynnc.programs import MOST_DECODE_ROWS, PREFILL
 from lynnc.runtime.budget import Budget, Room
@@ -47,6 +48,8 @@ class Executor:
     _graphs: dict[str, StepGraph] = field(default_factory=dict)
     _ready: tuple[int, int] | None = None
     """Slot and position of the row that the inputs in GPU memory ask for, if it is one."""
+    _lost: set[int] = field(default_factory=set)
+    """Slots whose sequence was lost and not begun anew."""
 
     def __post_init__(self) -> None:
         self.lengths = self.lengths or [0] * self.room.slots
@@ -77,6 +80,7 @@ class Executor:
     def reset(self, slot: int = 0) -> None:
         """Begins a new sequence in a slot: what the old one left is never read."""
         self.lengths[self._checked_slot(slot)] = 0
+        self._lost.discard(slot)
         self._ready = None
 
     def prefill(self, tokens: Sequence[int], slot: int = 0) -> int:
@@ -90,13 +94,13 @@ class Executor:
         start = self.lengths[self._checked_slot(slot)]
         self._check_room(start, len(given), slot)
         self._check_tokens(given)
-        for first in range(0, len(given), program.max_rows):
-            piece = given[first : first + program.max_rows]
-            self.launch(program, rows_of(piece, start + first, slot))
-            self.lengths[slot] += len(piece)
-        self.memory.keep_token(slot, self.lengths[slot])
-        self.device.synchronize()
-        return self.memory.history[slot * self.context + self.lengths[slot]]
+        end = start + len(given)
+        with self.advancing({slot: end}):
+            for first in range(0, len(given), program.max_rows):
+                self._launch(program, rows_of(given[first : first + program.max_rows], start + first, slot))
+            self.memory.keep_token(slot, end)
+            self.device.synchronize()
+        return self.memory.history[slot * self.context + end]
 
     def decode(self, count: int, slot: int = 0) -> list[int]:
         """The next ``count`` tokens of a slot's sequence, each the greedy choice."""
@@ -127,9 +131,9 @@ class Executor:
         if self._ready != (slot, length):
             self.device.synchronize()
             self.write_rows([Row(self.memory.history[slot * self.context + length], length, slot)])
-        for _ in range(count):
-            graph.launch()
-        self.lengths[slot] = length + count
+        with self.advancing({slot: length + count}):
+            for _ in range(count):
+                graph.launch()
         self._ready = slot, length + count
         return slot * self.context + length + 1
 
@@ -142,6 +146,7 @@ class Executor:
         self._check_tokens([token])
         self.device.synchronize()
         self.lengths[slot] = length
+        self._lost.discard(slot)
         self.memory.history[slot * self.context + length] = token
         self._ready = None
 
@@ -157,11 +162,31 @@ class Executor:
         self.check_rows(rows)
         graph = self.graph(program.name)
         self.write_rows(rows)
-        graph.launch()
-        for row in rows:
-            if row.position >= 0:
-                self.lengths[row.slot] = row.position + 1
-        return self.memory.read("token", len(rows))
+        with self.advancing({row.slot: row.position + 1 for row in rows if row.position >= 0}):
+            graph.launch()
+            return self.memory.read("token", len(rows))
+
+    @contextmanager
+    def advancing(self, lengths: Mapping[int, int]) -> Iterator[None]:
+        """Around the launches that take slots' sequences to new lengths.
+
+        Until all have been started the sequences count as lost: where one fails, or Ctrl-C comes between two, the
+        states are between two tokens, and nothing may go on from there.
+        """
+        self._ready = None
+        self._lost |= lengths.keys()
+        for slot in lengths:
+            self.lengths[slot] = 0
+        try:
+            yield
+        except DeviceError as error:
+            slots = ", ".join(map(str, sorted(lengths)))
+            raise DeviceError(
+                f"{str(error).removesuffix('.')}; the sequence of slot {slots} was lost: begin anew with a prompt."
+            ) from error
+        for slot, length in lengths.items():
+            self.lengths[slot] = length
+        self._lost -= lengths.keys()
 
     def check_rows(self, rows: Sequence[Row]) -> None:
         """OptionError unless the rows are tokens of the model where their sequences may go on: a slot's rows side by
@@ -180,6 +205,7 @@ class Executor:
                     "order them, as rows_of does."
                 )
             if row.begin > self.lengths[row.slot]:
+                self._check_kept(row.slot)
                 raise OptionError(
                     f"Slot {row.slot} holds {self.lengths[row.slot]} tokens, so no row can start at {row.begin}: go on "
                     "where the sequence ends."
@@ -189,6 +215,10 @@ class Executor:
     def launch(self, program: Program, rows: Sequence[Row]) -> None:
         """One step of a program launch by launch, without a graph; ``lengths`` stay as they are."""
         self.check_rows(rows)
+        with self.advancing({row.slot: self.lengths[row.slot] for row in rows if row.position >= 0}):
+            self._launch(program, rows)
+
+    def _launch(self, program: Program, rows: Sequence[Row]) -> None:
         self.write_rows(rows)
         self.device.launch(self.calls(program, len(rows)))
 
@@ -245,10 +275,17 @@ class Executor:
         length = self.lengths[self._checked_slot(slot)]
         if count < 1:
             raise OptionError(f"{count} tokens cannot be decoded: ask for at least one.")
+        self._check_kept(slot)
         if length == 0:
             raise OptionError(f"Slot {slot} holds no sequence: give it a prompt first.")
         self._check_room(length, count, slot)
         return length
+
+    def _check_kept(self, slot: int) -> None:
+        if slot in self._lost:
+            raise OptionError(
+                f"The sequence of slot {slot} was lost when a step failed or was stopped: begin anew with a prompt."
+            )
 
     def _check_room(self, length: int, count: int, slot: int) -> None:
         """The sequence and the token that follows it fit the context."""

@@ -123,14 +123,14 @@ class Compiled:
         waiting = []
         executor.check_rows(rows)
         executor.write_rows(rows)
-        for op, call in zip(step.graph.ops, executor.calls(step.program, step.rows), strict=True):
-            waiting.append(call)
-            written = [name for name in wanted if name in op.writes]
-            if written or op is step.graph.ops[-1]:
-                executor.device.launch(waiting)
-                hidden |= {name: step.tensor(name)[:count].float() for name in written}
-                waiting = []
-        executor.lengths[0] += count
+        with executor.advancing({0: self.length + count}):
+            for op, call in zip(step.graph.ops, executor.calls(step.program, step.rows), strict=True):
+                waiting.append(call)
+                written = [name for name in wanted if name in op.writes]
+                if written or op is step.graph.ops[-1]:
+                    executor.device.launch(waiting)
+                    hidden |= {name: step.tensor(name)[:count].float() for name in written}
+                    waiting = []
         return Trace(self._logits(count), torch.stack([hidden[name] for name in wanted]))
 
     def _step(self, rows: int) -> Readback:

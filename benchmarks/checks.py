@@ -1,0 +1,249 @@
+"""The checks of a plan at its full size, with random weights: bits that must be the same, launches that must agree.
+
+In: a plan for the GPU that is there. Out: a line and a record for each check, passed of how many; exit code 1 if one
+fails. A decode step gives the same bits every time; a graph those of its launches one by one, also with ``debug``; rows
+of a step those of single rows; each launch agrees with the interpreter.
+
+Example::
+
+    python benchmarks/checks.py qwen3.6-35b-a3b.h200.plan --output benchmarks/results/h200-full-size.json
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import click
+import torch
+
+from lynnc.bench.records import Record, Setting, Value, setting_of, write_records
+from lynnc.compare import LIMIT, Comparison
+from lynnc.outputfile import check_file
+from lynnc.runtime import Room, load
+from lynnc.runtime.executor import DECODE, Executor
+from lynnc.runtime.loading.generated import GeneratedWeights
+from lynnc.runtime.rows import rows_of
+
+ROOM = Room(1, 2048)
+ROWS = (2, 4, 8)
+F32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much is checked: tokens of the prompt, repeats of a step, tokens that are decoded and that are given to steps
+    of several rows (a multiple of them all), and after how many seconds no further launch is compared."""
+
+    prompt: int = 32
+    repeats: int = 200
+    decoded: int = 200
+    given: int = 64
+    compare_seconds: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """How many of its parts a check passed. ``worst`` are the largest RMS errors by kind of op, where it has such."""
+
+    name: str
+    passed: int
+    of: int
+    params: Mapping[str, Value] = field(default_factory=dict)
+    worst: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether all parts were."""
+        return self.passed == self.of > 0
+
+    def __str__(self) -> str:
+        where = "".join(f", {name} {value}" for name, value in self.params.items())
+        return f"{'passed' if self.is_passed else 'FAILED'}  {self.name}: {self.passed} of {self.of}{where}"
+
+
+@click.command()
+@click.argument("plan", type=click.Path(exists=True, path_type=Path))
+@click.option("--output", type=click.Path(path_type=Path), help="File for the records.")
+@click.option("--force", is_flag=True, help="Replace it.")
+@click.option(
+    "--compare-seconds",
+    type=click.FloatRange(min=0),
+    default=600.0,
+    show_default=True,
+    help="After which no further launch is compared with the interpreter.",
+)
+def main(plan: Path, output: Path | None, force: bool, compare_seconds: float) -> None:
+    """Check a plan at its full size on this machine's GPU."""
+    if output:
+        check_file(output, force)
+    extent, weights = Extent(compare_seconds=compare_seconds), GeneratedWeights(0)
+    records: list[Record] = []
+    failed: list[str] = []
+
+    def note(check: Check, setting: Setting) -> None:
+        click.echo(str(check))
+        records.extend(records_of(check, setting))
+        if not check.is_passed:
+            failed.append(check.name)
+
+    try:
+        with load(plan, weights, ROOM) as executor:
+            setting = _setting(executor, plan, compare_seconds)
+            decoded = decode_graph(executor, extent)
+            for check in run_checks(executor, extent):
+                note(check, setting)
+        with load(plan, weights, ROOM, debug=True) as executor:
+            note(check_debug(executor, decoded, extent), setting)
+    finally:
+        if output and records:
+            write_records(output, records, force)
+    if failed:
+        raise click.ClickException(f"{', '.join(failed)} failed.")
+
+
+def run_checks(executor: Executor, extent: Extent) -> Iterator[Check]:
+    """All checks of one executor, each as it is done."""
+    yield check_repeats(executor, extent)
+    yield from check_graph(executor, extent)
+    yield from check_rows(executor, extent)
+    yield check_launches(executor, extent)
+
+
+def check_repeats(executor: Executor, extent: Extent) -> Check:
+    """A decode step from one state, again and again: token and logits have the bits of the first time."""
+    prompt, given = tokens_of(executor, extent)
+    _begin(executor, prompt)
+    states = save_states(executor)
+    found = []
+    for _ in range(extent.repeats):
+        restore_states(executor, states)
+        found.append((executor.step(rows_of(given[:1], len(prompt))), logits_of(executor, 1)))
+    return Check("repeats_equal", sum(item == found[0] for item in found), len(found))
+
+
+def check_graph(executor: Executor, extent: Extent) -> Iterator[Check]:
+    """Greedy tokens of the graph are those of its launches one by one, and so are the last logits."""
+    prompt, _ = tokens_of(executor, extent)
+    expected = decode_graph(executor, extent)
+    logits = logits_of(executor, 1)
+    token, found = _begin(executor, prompt), []
+    for length in range(len(prompt), len(prompt) + extent.decoded):
+        executor.launch(executor.program(DECODE), rows_of([token], length))
+        token = executor.memory.read("token", 1)[0]
+        executor.assume(length + 1, token)
+        found.append(token)
+    yield _equal("graph_equals_launches", found, expected)
+    yield _equal("graph_equals_launches_last_logits", logits_of(executor, 1), logits)
+
+
+def check_rows(executor: Executor, extent: Extent) -> Iterator[Check]:
+    """Steps of several rows, as the plan has them: token and logits of each row have the bits of a step of its own."""
+    prompt, given = tokens_of(executor, extent)
+    singly = _steps(executor, prompt, given, 1)
+    for rows in ROWS:
+        if f"decode/{rows}" in executor.plan.programs:
+            yield _equal("rows_equal_single_rows", _steps(executor, prompt, given, rows), singly, rows=rows)
+
+
+def check_launches(executor: Executor, extent: Extent) -> Check:
+    """Each launch of a step against the interpreter, as many as the time allows."""
+    prompt, given = tokens_of(executor, extent)
+    _begin(executor, prompt)
+    comparison = Comparison(executor, 1, LIMIT)
+    worst: dict[str, float] = {}
+    launches: dict[str, bool] = {}
+    ends = time.monotonic() + extent.compare_seconds
+    for item in comparison.run(given[:1], None):
+        launches[item.op] = launches.get(item.op, True) and item.is_close
+        kind = item.op.rpartition(".")[2]
+        if math.isfinite(item.rms):
+            worst[kind] = max(worst.get(kind, 0.0), item.rms)
+        if time.monotonic() > ends:
+            break
+    executor.reset()
+    params = {"limit": LIMIT, "launches": len(comparison.graph.ops)}
+    return Check("launches_agree", sum(launches.values()), len(launches), params, worst)
+
+
+def check_debug(executor: Executor, expected: Sequence[int], extent: Extent) -> Check:
+    """An executor that was loaded with ``debug`` decodes the tokens of the graph."""
+    return _equal("debug_equals_graph", decode_graph(executor, extent), expected)
+
+
+def decode_graph(executor: Executor, extent: Extent) -> list[int]:
+    """Greedy tokens behind the prompt."""
+    _begin(executor, tokens_of(executor, extent)[0])
+    return executor.decode(extent.decoded)
+
+
+def tokens_of(executor: Executor, extent: Extent) -> tuple[list[int], list[int]]:
+    """The prompt, and the tokens given to steps: the same in every run."""
+    vocabulary, chance = _vocabulary(executor), random.Random(0)
+    tokens = [chance.randrange(vocabulary) for _ in range(extent.prompt + extent.given)]
+    return tokens[: extent.prompt], tokens[extent.prompt :]
+
+
+def logits_of(executor: Executor, rows: int) -> list[bytes]:
+    """Bits of the logits of each row of the last step."""
+    data, size = executor.tensor("logits").read().tobytes(), _vocabulary(executor) * F32_BYTES
+    return [data[row * size : (row + 1) * size] for row in range(rows)]
+
+
+def save_states(executor: Executor) -> Mapping[str, bytearray]:
+    """Contents of all states."""
+    return {name: bytearray(executor.tensor(name).read().tobytes()) for name in executor.plan.states}
+
+
+def restore_states(executor: Executor, states: Mapping[str, bytearray]) -> None:
+    """Writes contents that ``save_states`` gave."""
+    for name, data in states.items():
+        source = (ctypes.c_char * len(data)).from_buffer(data)
+        executor.device.upload(executor.tensor(name).address, ctypes.addressof(source), len(data))
+    executor.device.synchronize()
+
+
+def records_of(check: Check, setting: Setting) -> Iterator[Record]:
+    """How many parts passed, and the largest error of each kind of op."""
+    yield setting.count(check.name, check.passed, "passed", of=check.of, **check.params)
+    for kind, rms in check.worst.items():
+        yield setting.count(f"{check.name}_worst_rms", rms, "of the interpreter's RMS", op=kind, **check.params)
+
+
+def _begin(executor: Executor, prompt: Sequence[int]) -> int:
+    executor.reset()
+    return executor.prefill(prompt)
+
+
+def _steps(executor: Executor, prompt: Sequence[int], given: Sequence[int], rows: int) -> list[tuple[int, bytes]]:
+    """Token and logits of every given token behind the prompt, in steps of some rows."""
+    _begin(executor, prompt)
+    found: list[tuple[int, bytes]] = []
+    for first in range(0, len(given), rows):
+        chosen = executor.step(rows_of(given[first : first + rows], len(prompt) + first))
+        found += zip(chosen, logits_of(executor, rows), strict=True)
+    return found
+
+
+def _equal(name: str, found: Sequence[object], expected: Sequence[object], **params: Value) -> Check:
+    alike = sum(one == other for one, other in zip(found, expected, strict=True))
+    return Check(name, alike, len(expected), params)
+
+
+def _vocabulary(executor: Executor) -> int:
+    return int(str(executor.plan.model["vocabulary"]))
+
+
+def _setting(executor: Executor, plan: Path, compare_seconds: float) -> Setting:
+    command = f"python benchmarks/checks.py {plan} --compare-seconds {compare_seconds:g}"
+    setting = setting_of(executor.plan, executor.device.facts, {"weights": "random, seed 0"}, command)
+    return replace(setting, versions={**setting.versions, "torch": torch.__version__})
+
+
+if __name__ == "__main__":
+    main()
