@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,9 @@ from lynnc.engines.planned import Planned
 from lynnc.errors import OptionError
 from lynnc.passes import PIPELINE
 from lynnc.plan import Options
+from lynnc.quality.bootstrap import Interval
+from lynnc.quality.culprit import culprit_of_section, find_culprit
+from lynnc.quality.divergence import HeldOut, compare_on_text
 from lynnc.quality.document import document_of, plain, speedup_of
 from lynnc.quality.drift import cut, first_leaving, trace_drift
 from lynnc.quality.gate import run_gate
@@ -37,6 +41,7 @@ from lynnc.quality.greedy import Outcome, outcome_of
 from lynnc.quality.pair import Pair, Timed, check_alike
 from lynnc.quality.sides import Side, SideKind
 from lynnc.quality.thresholds import KINDS
+from lynnc.quality.verdict import judge
 
 ALL_PASSES = tuple(step.name for step in PIPELINE)
 LOOSE = {"agreement": 0.5, "divergent_share": 1.0}
@@ -112,6 +117,91 @@ def test_a_fault_that_stays_within_every_band_is_found_by_its_op(monkeypatch: py
 def test_a_difference_everywhere_blames_no_op() -> None:
     report = gate(jittered(make(MOE), 1e-3), tiny_thresholds("fusion", mean_kl=0.0, agreement=0.5))
     assert failed(report) == ["KL, mean"] and report.location is None
+
+
+def test_the_layer_that_leaves_the_band_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though ops of the layers before it differ by more than ``op_l2``, too."""
+    candidate = jittered(make(MOE), 5e-3)
+    break_op(monkeypatch, candidate, "layers.2.shared_add", drop_shared_expert)
+    wide = tiny_thresholds("fusion", layer_l2=0.08, most_l2=0.12, op_l2=0.02)
+    report = gate(candidate, wide)
+    assert report.location and report.location.culprit and report.location.section == "layers.2"
+    pair, drift = Pair(Timed(usual_base(MOE)), Timed(candidate)), report.findings.drift
+    assert culprit_of_section(pair, drift, "layers.2", wide) == report.location.culprit
+    finer = replace(wide, op_l2=0.001)
+    assert culprit_of_section(pair, drift, "layers.0", finer), "so the order matters"
+    found = find_culprit(pair, drift, drift.places[3], finer)
+    assert found and found.section == "layers.2"
+
+
+def test_an_error_that_leaves_the_band_later_is_found_where_it_arose(monkeypatch: pytest.MonkeyPatch) -> None:
+    candidate = engine_of(make(MOE))
+    break_op(monkeypatch, candidate, "layers.1.shared_add", drop_shared_expert)
+    pair = Pair(Timed(usual_base(MOE)), Timed(candidate))
+    drift = trace_drift(pair, random_ids(20, 4), 16)
+    assert drift.places[4].section == "layers.3"
+    found = find_culprit(pair, drift, drift.places[4], KINDS["fusion"])
+    assert found and found.op == "layers.1.shared_add" and found.section == "layers.1"
+
+
+def test_held_out_text_predicts_each_token_from_those_before_it_in_its_sequence() -> None:
+    """By hand, in one pass a sequence; tokens stand for unlike numbers of bytes."""
+    ids, sizes, sequence = random_ids(100, 8), tuple(1 + index % 4 for index in range(100)), 40
+    pair = Pair(Timed(usual_base(MOE)), Timed(jittered(make(MOE), 0.05)))
+    found = compare_on_text(pair, HeldOut("text", ids, sizes), sequence)
+    bits, kls, same, count = [0.0, 0.0], [], 0, 0
+    for first in range(0, 99, sequence):
+        tokens = ids[first : min(first + sequence, 99)]
+        following = torch.tensor(ids[first + 1 : first + 1 + len(tokens)])
+        logits = []
+        for side in (pair.base.engine, pair.candidate.engine):
+            side.reset()
+            logits.append(side.append(tokens).double().log_softmax(-1))
+        for index, values in enumerate(logits):
+            bits[index] -= float(values.gather(1, following[:, None]).sum()) / math.log(2)
+        kls += (logits[0].exp() * (logits[0] - logits[1])).sum(-1).tolist()
+        same += int((logits[0].argmax(-1) == logits[1].argmax(-1)).sum())
+        count += len(tokens)
+    assert (found.tokens, found.bytes) == (count, sum(sizes[1:])) == (99, found.bytes)
+    assert found.base_bits.mean == pytest.approx(bits[0] / found.bytes)
+    assert found.candidate_bits.mean == pytest.approx(bits[1] / found.bytes)
+    assert found.increase.mean == pytest.approx((bits[1] - bits[0]) / found.bytes)
+    assert found.kl.mean == pytest.approx(sum(kls) / 99) and found.max_kl == pytest.approx(max(kls))
+    assert kls.index(max(kls)) == found.worst and found.agreement.mean == pytest.approx(same / 99)
+
+
+def test_the_worse_end_of_an_interval_counts() -> None:
+    report = gate(engine_of(make(MOE)))
+    text = replace(
+        report.findings.text,
+        kl=Interval(0.001, 0.0005, 0.003),
+        agreement=Interval(0.99, 0.97, 1.0),
+        increase=Interval(0.001, -0.001, 0.003),
+    )
+    checks = judge(replace(report.findings, text=text), KINDS["fusion"])
+    assert [check.name for check in checks if not check.is_ok] == [
+        "KL, mean",
+        "agreement of top-1",
+        "bits per byte, increase",
+    ]
+
+
+def test_noise_of_one_prompt_is_not_lost_among_the_others() -> None:
+    report = gate(engine_of(make(MOE)))
+    greedy = report.findings.greedy
+    noisy = replace(greedy.runs[1], noise=replace(greedy.noise, rms=0.1 * greedy.noise.scale))
+    changed = replace(greedy, runs=(greedy.runs[0], noisy, greedy.runs[2]))
+    checks = judge(replace(report.findings, greedy=changed), KINDS["fusion"])
+    wrong = [check for check in checks if not check.is_ok]
+    assert [(check.name, check.where) for check in wrong] == [("noise of logits, relative", "prompt-1")]
+
+
+def test_a_place_lies_in_the_band_by_error_and_cosine() -> None:
+    place = gate(engine_of(make(MOE))).findings.drift.places[2]
+    kind = KINDS["fusion"]
+    assert place.is_within(kind)
+    for change in ({"l2": math.nan}, {"cosine": math.nan}, {"l2": 0.03}, {"cosine": 0.999}, {"l2": math.inf}):
+        assert not replace(place, **change).is_within(kind), change
 
 
 def test_drift_of_a_long_sequence_follows_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
