@@ -143,6 +143,11 @@ def machine() -> dict[str, str | int]:
     return {"cpu": names[0] if names else platform.machine(), "cores": cores, "memory_gib": round(memory / 2**30)}
 
 
+def records_text(records: Sequence[Record]) -> str:
+    """The JSON list."""
+    return json.dumps([asdict(record) for record in records], indent=1) + "\n"
+
+
 def report(records: Sequence[Record], output: Path | None) -> None:
     """Prints the records, and writes them if there is a file to write."""
     for record in records:
@@ -151,5 +156,5 @@ def report(records: Sequence[Record], output: Path | None) -> None:
         click.echo(f"{record.metric:50} {record.value:10.3f} {record.unit} ({runs})")
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps([asdict(record) for record in records], indent=1) + "\n")
+        output.write_text(records_text(records))
         click.echo(f"written to {output}")

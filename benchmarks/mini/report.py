@@ -57,7 +57,7 @@ def variants(trained: Path, spec: ModelSpec, scratch: Path) -> Iterator[Variant]
     own = {name: value for name, value in original.items() if not name.startswith(MTP)}
     head = {name: value for name, value in original.items() if name.startswith(MTP)}
     yield Variant("bf16", original, sum(value.nbytes for value in own.values()))
-    for label, search in (("nvfp4", False), ("nvfp4, scales searched for", True)):
+    for label, search in (("packed", False), ("packed, scales searched for", True)):
         packed, back = scratch / f"packed-{search}", scratch / f"back-{search}"
         pack(PackRequest(trained, packed, model=spec, search=search))
         unpack(packed, back, dtype="f32")
