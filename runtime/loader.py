@@ -46,10 +46,14 @@ def load(
     """
     folder = Path(plan)
     loaded = load_plan(folder)
-    device = open_device(gpu, debug)
-    check_architecture(loaded, device.facts)
-    cubins = {key: (folder / kernel_file(entry, "cubin")).read_bytes() for key, entry in loaded.kernels.items()}
-    return prepare(loaded, cubins, source_of(weights), device, room, progress)
+    with ExitStack() as undo:
+        device = open_device(gpu, debug)
+        undo.callback(device.close)
+        check_architecture(loaded, device.facts)
+        cubins = {key: (folder / kernel_file(entry, "cubin")).read_bytes() for key, entry in loaded.kernels.items()}
+        executor = prepare(loaded, cubins, source_of(weights), device, room, progress)
+        undo.pop_all()
+    return executor
 
 
 def check_architecture(plan: Plan, facts: DeviceFacts) -> None:

@@ -102,6 +102,12 @@ def test_json_is_the_records_and_nothing_else(plan: Path) -> None:
     assert {record["params"]["weights"] for record in records} == {"random, seed 7"}
 
 
+def test_the_gpu_is_given_back(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimulatedDevice(runs=record_only)
+    monkeypatch.setattr(bench_command, "open_device", lambda number: device)
+    assert bench(plan, *QUICK).exit_code == 0 and device.is_closed
+
+
 def test_a_program_of_more_rows_alone(plan: Path) -> None:
     result = bench(plan, *QUICK, "--programs", "decode/4")
     assert result.exit_code == 0, result.output

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -122,19 +122,20 @@ def run(arguments: Arguments) -> None:
     wish = _fitted(wish, subject, is_asked=arguments.contexts is not None)
     if arguments.device:
         find_device(arguments.device)
-    facts = open_device(arguments.gpu).facts
-    device = device_of(facts, arguments.device)
     outcome = Outcome()
     with ExitStack() as stack:
+        opened = stack.enter_context(closing(open_device(arguments.gpu)))  # held, so that no load makes the context
+        device = device_of(opened.facts, arguments.device)
         folder = subject.folder if subject.plan else _compile(arguments, subject, device, stack)
         with bytes_bar("loading") as on_bytes:
             progress = (lambda done, total: on_bytes(done, total, "")) if on_bytes else None
             session = open_session(folder, source, wish, arguments.gpu, progress)
         stack.enter_context(session.executor)
-        setting = setting_of(session.plan, facts, {"weights": _weights_text(arguments)}, _command_line())
+        setting = setting_of(session.plan, opened.facts, {"weights": _weights_text(arguments)}, _command_line())
         try:
             _measure(arguments, session, wish, outcome)
             session.executor.close()
+            opened.close()
             if peer:
                 note("writing a model for llama-bench and running it")
                 place = arguments.peer_folder or Path(tempfile.gettempdir())
