@@ -79,6 +79,7 @@ def test_tables_of_everything(plan: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     for words in (
         "loading",
+        "generated",
         "key/value caches",
         "weights in memory: 1.",
         "28 nodes in the graph",
