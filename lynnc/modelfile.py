@@ -81,7 +81,7 @@ def load_model(name_or_path: str | Path) -> ModelSpec:
     if path.suffix not in (".yaml", ".yml"):
         near = get_close_matches(wanted, shipped_models(), n=1)
         known = f"write {near[0]} instead" if near else f"write one of {', '.join(shipped_models())}"
-        raise ModelError(f"{wanted} is neither a shipped model nor the path of a .yaml file; {known}, or such a path")
+        raise ModelError(f"{wanted} is neither a shipped model nor the path of a .yaml file; {known}, or such a path.")
     return parse_model(read_text(path), wanted)
 
 

@@ -1,7 +1,8 @@
 """A GPU through the CUDA driver, by ``cuda-bindings``; neither torch nor Triton is needed.
 
 In: a device's number. Out: a ``CudaDevice``. It uses the device's primary context, which torch uses too, so tensors of
-either are good for the other.
+either are good for the other. The driver counts who holds that context: a device that is closed lets go of it, and it
+lives on for torch and for other devices.
 
 Example::
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,9 +42,22 @@ def open_device(number: int = 0, debug: bool = False) -> CudaDevice:
         raise DeviceError(f"There is no GPU {number}: the driver shows {count}; choose another --gpu.")
     (handle,) = check(cuda.cuDeviceGet(number), f"opening GPU {number}")
     (context,) = check(cuda.cuDevicePrimaryCtxRetain(handle), f"opening GPU {number}")
-    check(cuda.cuCtxSetCurrent(context), f"opening GPU {number}")
-    (stream,) = check(cuda.cuStreamCreate(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING), "making a stream")
-    return CudaDevice(_facts(handle), handle, context, stream, debug)
+    with ExitStack() as undo:
+        undo.callback(_release_context, handle)
+        check(cuda.cuCtxSetCurrent(context), f"opening GPU {number}")
+        facts = _facts(handle)
+        (stream,) = check(cuda.cuStreamCreate(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING), "making a stream")
+        undo.pop_all()
+    return CudaDevice(facts, handle, context, stream, debug)
+
+
+def _release_context(handle: Any) -> None:
+    """Lets go of the primary context, which is the calling thread's; if nobody else holds it, the thread has none."""
+    cuda = driver()
+    cuda.cuDevicePrimaryCtxRelease(handle)
+    status, _, is_active = cuda.cuDevicePrimaryCtxGetState(handle)
+    if int(status) == 0 and not is_active:
+        cuda.cuCtxSetCurrent(None)
 
 
 def _facts(handle: Any) -> DeviceFacts:
@@ -136,11 +151,13 @@ class CudaDevice:
     context: Any
     stream: Any
     debug: bool = False
+    is_closed: bool = False
     _blocks: list[int] = field(default_factory=list)
     _pinned: list[int] = field(default_factory=list)
     _kernels: dict[str, _Loaded] = field(default_factory=dict)
     _graphs: list[CudaGraph] = field(default_factory=list)
-    _random: Any = None
+    _random: list[Any] = field(default_factory=list)
+    """The module of random fills, once it is loaded."""
 
     def make_current(self) -> None:
         """Lets the calling thread use the device."""
@@ -172,20 +189,32 @@ class CudaDevice:
 
     def free_all(self) -> None:
         """Gives back all memory, kernels and graphs; what a lost device refuses is lost with it."""
+        if self.is_closed:
+            return
         cuda = driver()
         cuda.cuCtxSetCurrent(self.context)
         cuda.cuStreamSynchronize(self.stream)
         for graph in self._graphs:
             graph.close()
-        for kernel in self._kernels.values():
-            cuda.cuModuleUnload(kernel.module)
+        for module in [*(kernel.module for kernel in self._kernels.values()), *self._random]:
+            cuda.cuModuleUnload(module)
         for address in self._blocks:
             cuda.cuMemFree(address)
         for address in self._pinned:
             cuda.cuMemFreeHost(address)
-        for kept in (self._graphs, self._blocks, self._pinned):
+        for kept in (self._graphs, self._blocks, self._pinned, self._random):
             kept.clear()
         self._kernels.clear()
+
+    def close(self) -> None:
+        """Gives everything back, the stream and the hold on the context too; no harm if that was done before."""
+        if self.is_closed:
+            return
+        self.free_all()
+        self.is_closed = True
+        driver().cuStreamDestroy(self.stream)
+        self.stream = None
+        _release_context(self.handle)
 
     def fill(self, address: int, byte: int, size: int) -> None:
         """Sets memory of the GPU."""
@@ -194,10 +223,10 @@ class CudaDevice:
     def fill_random(self, fill: Fill, seed: int, address: int) -> None:
         """Random elements of one array, all of it."""
         cuda, what = driver(), "filling memory with random numbers"
-        if self._random is None:
-            (self._random,) = check(cuda.cuModuleLoadData(read_ptx()), what)
+        if not self._random:
+            self._random += check(cuda.cuModuleLoadData(read_ptx()), what)
         start = fill_launch(fill, seed, address)
-        (function,) = check(cuda.cuModuleGetFunction(self._random, start.entry.encode()), what)
+        (function,) = check(cuda.cuModuleGetFunction(self._random[0], start.entry.encode()), what)
         block = (start.threads, 1, 1)
         parameters = (start.values, start.types)
         check(cuda.cuLaunchKernel(function, start.blocks, 1, 1, *block, 0, self.stream, parameters, 0), what)

@@ -128,6 +128,10 @@ class Device(Protocol):
         """Gives back all memory, kernels and graphs; after a lost device too."""
         ...
 
+    def close(self) -> None:
+        """Gives back the device itself, too: it is of no use any more. No harm if that was done before."""
+        ...
+
     def fill(self, address: int, byte: int, size: int) -> None:
         """Sets memory of the GPU."""
         ...

@@ -63,9 +63,9 @@ class Executor:
         self.close()
 
     def close(self) -> None:
-        """Gives all memory back; the executor is of no use any more."""
+        """Gives all memory and the device back; the executor is of no use any more. No harm if that was done before."""
         self._graphs.clear()
-        self.device.free_all()
+        self.device.close()
 
     @property
     def context(self) -> int:

@@ -46,10 +46,14 @@ def load(
     """
     folder = Path(plan)
     loaded = load_plan(folder)
-    device = open_device(gpu, debug)
-    check_architecture(loaded, device.facts)
-    cubins = {key: (folder / kernel_file(entry, "cubin")).read_bytes() for key, entry in loaded.kernels.items()}
-    return prepare(loaded, cubins, source_of(weights), device, room, progress)
+    with ExitStack() as undo:
+        device = open_device(gpu, debug)
+        undo.callback(device.close)
+        check_architecture(loaded, device.facts)
+        cubins = {key: (folder / kernel_file(entry, "cubin")).read_bytes() for key, entry in loaded.kernels.items()}
+        executor = prepare(loaded, cubins, source_of(weights), device, room, progress)
+        undo.pop_all()
+    return executor
 
 
 def check_architecture(plan: Plan, facts: DeviceFacts) -> None:
@@ -82,7 +86,7 @@ def prepare(
     progress: Progress | None = None,
 ) -> Executor:
     """An executor on a device that is open, from a plan that is checked; ``cubins`` are by kernel key."""
-    programs = _programs(plan, room.programs)
+    programs = programs_of(plan, room.programs)
     resident = source.resident_bytes(plan)
     budget = budget_of(plan, programs, room, resident)
     if resident > MOST_RESIDENT * packed_bytes(plan):
@@ -101,7 +105,8 @@ def prepare(
     return Executor(plan, device, memory, kernels, room, free)
 
 
-def _programs(plan: Plan, names: tuple[str, ...]) -> Mapping[str, Program]:
+def programs_of(plan: Plan, names: tuple[str, ...]) -> Mapping[str, Program]:
+    """The programs of those names, all if there are none; PlanError for one that the plan lacks."""
     unknown = [name for name in names if name not in plan.programs]
     if unknown:
         raise PlanError(f"{plan.name} has no program {unknown[0]}: it has {', '.join(plan.programs)}.")

@@ -86,6 +86,7 @@ class SimulatedDevice:
         self.entries: dict[str, KernelEntry] = {}
         self.launched: list[Call] = []
         self.fail_at = ""
+        self.is_closed = False
         self.runs = runs or self.run_kernels
 
     @cached_property
@@ -117,6 +118,10 @@ class SimulatedDevice:
         self.blocks.clear()
         self.pinned.clear()
         self.entries.clear()
+
+    def close(self) -> None:
+        self.free_all()
+        self.is_closed = True
 
     def make_current(self) -> None:
         pass

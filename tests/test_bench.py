@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -34,6 +35,7 @@ from lynnc.errors import OutputError
 from lynnc.runtime.budget import Room
 from lynnc.runtime.executor import Executor
 from lynnc.runtime.loading.generated import GeneratedWeights
+from lynnc.runtime.loading.packedfolder import PackedFolder
 from lynnc.runtime.loading.weightsource import packed_bytes
 from lynnc.runtime.peers.llamabench import PeerSpeed
 from lynnc.runtime.random.fillbits import fill_array
@@ -170,8 +172,48 @@ def test_a_session_says_memory_and_loading(opened: Session) -> None:
     memory, plan = opened.memory, opened.plan
     assert memory.packed == memory.resident_weights == packed_bytes(plan)
     assert memory.taken == sum(count for _, count, is_host in memory.needs if not is_host)
-    assert [load.is_cold for load in opened.loads] == [False], "only packed folders can be cold"
+    assert [(load.is_cold, load.label) for load in opened.loads] == [(False, "warm")], "only packed folders can be cold"
     assert opened.loads[0].timing.runs == 2 and opened.loads[0].bytes == packed_bytes(plan)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_packed_folder_is_dropped_from_the_page_cache_before_the_first_of_several_loads(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = [tmp_path / f"shard-{index}.safetensors" for index in range(3)]
+    for shard in shards:
+        shard.write_bytes(b"shard")
+    (tmp_path / "folder").mkdir()
+    done: list[str] = []
+
+    def advise(file: int, offset: int, length: int, advice: int) -> None:
+        assert (offset, length, advice) == (0, 0, os.POSIX_FADV_DONTNEED)
+        done.append(Path(f"/proc/self/fd/{file}").readlink().name)
+
+    def load(plan: Path, source: PackedFolder, room: Room, gpu: int, progress: object) -> Executor:
+        done.append("load")
+        return recording(room)
+
+    monkeypatch.setattr(session.os, "posix_fadvise", advise)
+    monkeypatch.setattr(session, "load", load)
+    found = open_session(Path("tiny.plan"), PackedFolder(tmp_path), replace(WISH, loads=count), 0, None).loads
+    dropped, loads = done[:-count], done[-count:]
+    assert loads == ["load"] * count and sorted(dropped) == ([shard.name for shard in shards] if count > 1 else [])
+    labels = {1: [("first", None, 1)], 2: [("cold", True, 1), ("warm", False, 1)]}
+    labels[3] = [("cold", True, 1), ("warm", False, 2)]
+    assert [(load.label, load.is_cold, load.timing.runs) for load in found] == labels[count]
+    loaded = json.loads(records_text(records_of(Outcome(loads=found), setting())))
+    assert [(item["metric"], item["params"]["cold"]) for item in loaded] == [
+        ("load_bytes_per_s", is_cold) for _, is_cold, _ in labels[count]
+    ]
+
+
+def test_weights_that_are_made_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "load", lambda plan, source, room, gpu, progress: recording(room))
+    (made,) = open_session(Path("tiny.plan"), GeneratedWeights(0), replace(WISH, loads=2), 0, None).loads
+    assert (made.label, made.timing.runs) == ("generated", 2)
+    (record,) = records_of(Outcome(loads=(made,)), setting())
+    assert record.metric == "generate_bytes_per_s" and "cold" not in record.params
 
 
 SPEED = PeerSpeed(8, 128, 200.0, 1.0, (199.0, 201.0), "7123 c46583b", "CUDA", "NVIDIA H200", 10, ("llama-bench",))

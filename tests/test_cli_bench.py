@@ -79,6 +79,7 @@ def test_tables_of_everything(plan: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     for words in (
         "loading",
+        "generated",
         "key/value caches",
         "weights in memory: 1.",
         "28 nodes in the graph",
@@ -100,6 +101,22 @@ def test_json_is_the_records_and_nothing_else(plan: Path) -> None:
     steps = [record["params"] for record in records if record["metric"] == "decode_step_us"]
     assert [(step["rows"], step["context"]) for step in steps] == [(1, 8), (1, 40), (4, 8), (4, 40)]
     assert {record["params"]["weights"] for record in records} == {"random, seed 7"}
+
+
+def test_the_gpu_is_given_back_before_a_peer_runs(plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimulatedDevice(runs=record_only)
+    was_closed = []
+
+    def measure(*arguments: object) -> tuple[()]:
+        was_closed.append(device.is_closed)
+        return ()
+
+    monkeypatch.setattr(bench_command, "open_device", lambda number: device)
+    monkeypatch.setattr(bench_command, "import_writer", lambda: None)
+    monkeypatch.setattr(bench_command, "measure_peer", measure)
+    result = bench(plan, *QUICK, *peer_option(tmp_path, ""))
+    assert result.exit_code == 0, result.output
+    assert was_closed == [True]
 
 
 def test_a_program_of_more_rows_alone(plan: Path) -> None:
@@ -154,12 +171,22 @@ REFUSED = (
     Refused("context 0", (*RANDOM, "--contexts", "0"), "--contexts 0: write numbers above 0, such as 128,4096"),
     Refused("context too long", (*RANDOM, "--contexts", "8,500"), "needs 560 positions and tiny-moe has 512"),
     Refused("unknown model", ("nope", *RANDOM[1:]), "nope is neither a shipped model nor the path of a .yaml file"),
+    Refused("its full stop", ("nope", *RANDOM[1:]), ", or such a path."),
     Refused("unknown plan", ("nope.plan", *RANDOM[1:]), "nope.plan is not a plan folder"),
     Refused("unknown program", (*RANDOM, "--programs", "decode/9"), "'decode/9' is no program"),
     Refused("no one-row step", (*RANDOM, "--programs", "decode/2", "--census"), "belong to decode/1; add it"),
     Refused("existing output", (*RANDOM, "-o", "README.md"), "README.md exists already"),
     Refused("peer unknown", (*RANDOM, "--peer", "vllm=/bin/true"), "--peer vllm=/bin/true is not understood"),
     Refused("peer missing", (*RANDOM, "--peer", "llama-bench=/nowhere"), "there is no file /nowhere"),
+    Refused(
+        "peer a folder", (*RANDOM, "--peer", "llama-bench=/"), "--peer: / is a folder: name the llama-bench in it."
+    ),
+    Refused(
+        "folder without peer", (*RANDOM, "--peer-folder", "/tmp"), "--peer-folder /tmp is where the model of --peer"
+    ),
+    Refused("seed of nothing", ("tiny-moe", "--weights", "packed", "--seed", "0"), "--seed 0 is the seed of --random-"),
+    Refused("context twice", (*RANDOM, "--contexts", "8,128,8"), "--contexts 8,128,8: 8 is given twice; name it once."),
+    Refused("no contexts", (*RANDOM, "--contexts", ""), "--contexts : write numbers above 0, such as 128,4096."),
     Refused("usage", (*RANDOM, "--repeats", "0"), "0 is not in the range x>=1. Run `lynnc bench --help`."),
 )
 
@@ -186,8 +213,10 @@ def test_help_shows_every_option() -> None:
         assert option in text
 
 
-def test_a_measured_plan_needs_its_programs(tmp_path: Path, plan: Path) -> None:
-    assert "has no program decode/8" in complaint(bench(plan, *QUICK, "--programs", "decode/8"))
+def test_a_measured_plan_needs_its_programs(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_command, "open_device", lambda number: pytest.fail("the driver was opened"))
+    line = complaint(bench(plan, *QUICK, "--programs", "decode/8"))
+    assert line.endswith("has no program decode/8: it has decode/1, decode/2, decode/4, prefill.")
 
 
 WITHOUT = """

@@ -25,10 +25,12 @@ from runners import CONTEXT, check
 from simulated import SimulatedDevice, record_only
 
 from lynnc.errors import DeviceError, OptionError, PlanError, WeightError
+from lynnc.plan import Plan
 from lynnc.runtime.budget import Room
+from lynnc.runtime.device import Device
 from lynnc.runtime.executor import Executor
 from lynnc.runtime.loader import check_architecture
-from lynnc.runtime.loading.weightsource import BorrowedWeights, packed_bytes
+from lynnc.runtime.loading.weightsource import BorrowedWeights, PlacedWeights, Progress, arrays_of, packed_bytes
 from lynnc.runtime.rows import PADDING_ROW, Row, rows_of
 
 TINY = Case("tiny-moe")
@@ -245,6 +247,31 @@ def test_too_little_memory_is_said_before_any_is_taken() -> None:
     with pytest.raises(DeviceError, match=r"needs 0\.\d+ GiB .*weights 0\.00.* has 0\.20 of 0\.20 GiB free"):
         executor_for(TINY, slots=64, context=512, device=device)
     assert device.blocks == device.pinned == []
+
+
+@dataclass(frozen=True)
+class Larger:
+    """Weights that take more memory than they have packed bytes."""
+
+    share: float
+
+    def resident_bytes(self, plan: Plan) -> int:
+        return int(self.share * packed_bytes(plan))
+
+    def place(self, plan: Plan, device: Device, progress: Progress | None) -> PlacedWeights:
+        start = device.allocate(self.resident_bytes(plan))
+        return PlacedWeights({(weight.name, array.array): start for weight, array in arrays_of(plan)}, 0)
+
+
+def test_weights_that_take_more_memory_than_they_have_bytes_are_refused_with_numbers() -> None:
+    plan, room = plan_for(TINY), Room(1, CONTEXT)
+    device, packed = SimulatedDevice(runs=record_only), packed_bytes(plan_for(TINY))
+    with pytest.raises(PlanError, match=rf"would take {int(1.04 * packed)} bytes for {packed} packed ones: pack the"):
+        executor_on(plan, Larger(1.04), room, device)
+    assert device.blocks == device.pinned == []
+    executor = executor_on(plan, Larger(1.03), room, device)
+    beside = sum(need.bytes for need in executor.budget.needs if need.what != "weights" and not need.is_host)
+    assert device.taken == int(1.03 * packed) + beside == executor.budget.gpu_bytes
 
 
 def test_a_failed_launch_names_its_op_and_a_failed_load_leaves_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -36,11 +37,12 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture(scope="module")
 def engine(case: Case, tmp_path_factory) -> Iterator[Compiled]:
-    device = device_of(open_device().facts)
+    with closing(open_device()) as opened:
+        device = device_of(opened.facts)
     with compile_here(case.spec, device, PROGRAMS, tmp_path_factory.mktemp("store")) as plan:
-        opened = compiled_engine(load(plan, HostWeights(make(case).packed), Room(1, CONTEXT)))
-    yield opened
-    opened.close()
+        engine = compiled_engine(load(plan, HostWeights(make(case).packed), Room(1, CONTEXT)))
+    yield engine
+    engine.close()
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,12 @@ SLACK = 64 << 20
 """Bytes that the driver may keep of what it was given back."""
 
 
+def capability() -> int:
+    """Of the GPU that is there."""
+    with closing(open_device()) as device:
+        return device.facts.capability
+
+
 @dataclass
 class Plans:
     """Plan folders for the GPU that is there, each compiled when it is first asked for."""
@@ -59,7 +66,7 @@ class Plans:
     def of(self, case: Case) -> Path:
         path = self.folder / f"{case}.plan"
         if not path.exists():
-            target = find_target(str(open_device().facts.capability))
+            target = find_target(str(capability()))
             compiled = compile_model(case.spec, Request(target, options=Options()), Store(self.folder / "store"))
             save_plan(compiled.plan, compiled.files, path)
         return path
@@ -196,14 +203,27 @@ def test_weights_of_torch_are_used_where_they_lie_and_stay_its_own(plans: Plans)
 
 
 def test_memory_is_what_was_counted_and_is_given_back(plans: Plans) -> None:
-    executor = plans.load(TINY, Room(4, 256))
-    taken = executor.free_before - executor.device.free_bytes()
-    assert taken <= executor.budget.gpu_bytes + RESERVE
-    executor.prefill([1, 2, 3])
-    executor.decode(5)
-    free_before, device = executor.free_before, executor.device
-    executor.close()
-    assert device.free_bytes() >= free_before - SLACK
+    with closing(open_device()) as device:
+        executor = plans.load(TINY, Room(4, 256))
+        taken = executor.free_before - device.free_bytes()
+        assert taken <= executor.budget.gpu_bytes + RESERVE
+        executor.prefill([1, 2, 3])
+        executor.decode(5)
+        executor.close()
+        executor.close()
+        assert device.free_bytes() >= executor.free_before - SLACK
+
+
+def test_a_closed_device_leaves_torch_and_other_executors_alone(plans: Plans) -> None:
+    values = torch.arange(1000, device="cuda")
+    with plans.load(TINY) as kept:
+        first = kept.prefill([1, 2, 3])
+        plans.load(TINY).close()
+        kept.reset()
+        assert kept.prefill([1, 2, 3]) == first
+    assert int(values.sum().item()) == 499_500
+    with plans.load(TINY) as again:
+        assert again.prefill([1, 2, 3]) == first
 
 
 def test_random_weights_have_the_bits_of_numpy(plans: Plans) -> None:
@@ -221,7 +241,7 @@ def test_a_packed_folder_is_loaded_byte_for_byte(tmp_path: Path) -> None:
     written(tmp_path, "tiny-dense")
     folder = packed_to(tmp_path, shard_bytes=120_000)
     spec = load_model(folder / "model.yaml")
-    target = find_target(str(open_device().facts.capability))
+    target = find_target(str(capability()))
     request = Request(target, options=Options(programs=("decode/1", "prefill")))
     compiled = compile_model(spec, request, Store(tmp_path / "store"))
     save_plan(compiled.plan, compiled.files, tmp_path / "dense.plan")
@@ -237,12 +257,12 @@ def test_a_packed_folder_is_loaded_byte_for_byte(tmp_path: Path) -> None:
 
 
 def test_a_plan_for_another_gpu_names_both(plans: Plans, tmp_path: Path) -> None:
-    capability = open_device().facts.capability
-    other = next(target for target in TARGETS.values() if f"sm_{capability}" != target.name)
+    number = capability()
+    other = next(target for target in TARGETS.values() if f"sm_{number}" != target.name)
     request = Request(other, options=Options(programs=("decode/1",)))
     compiled = compile_model(Case("tiny-full").spec, request, Store(plans.folder / "store"))
     save_plan(compiled.plan, compiled.files, tmp_path / "other.plan")
-    with pytest.raises(PlanError, match=rf"is for {compiled.plan.arch} and .* is sm_{capability}: run `lynnc compile"):
+    with pytest.raises(PlanError, match=rf"is for {compiled.plan.arch} and .* is sm_{number}: run `lynnc compile"):
         lynnc.runtime.load(tmp_path / "other.plan", GeneratedWeights())
 
 

@@ -212,7 +212,7 @@ OPTIONS = (
     Option("llama-bench=", r"is not understood"),
     Option("vllm=/bin/true", r"--peer vllm=/bin/true is not understood"),
     Option("llama-bench=/nowhere", r"there is no file /nowhere: name the llama-bench"),
-    Option("llama-bench=/tmp", r"there is no file /tmp"),
+    Option("llama-bench=/tmp", r"/tmp is a folder: name the llama-bench in it"),
     Option("llama-bench=LICENSE", r"LICENSE is not executable"),
 )
 

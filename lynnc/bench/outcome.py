@@ -39,7 +39,10 @@ def records_of(outcome: Outcome, setting: Setting) -> list[Record]:
 
 def _load_records(outcome: Outcome, setting: Setting) -> Iterator[Record]:
     for load in outcome.loads:
-        yield setting.rate("load_bytes_per_s", load.timing, load.bytes, "B/s", cold=load.is_cold)
+        if load.is_made:
+            yield setting.rate("generate_bytes_per_s", load.timing, load.bytes, "B/s")
+        else:
+            yield setting.rate("load_bytes_per_s", load.timing, load.bytes, "B/s", cold=load.is_cold)
     if outcome.memory:
         for what, count, is_host in outcome.memory.needs:
             yield setting.count("memory_bytes", count, "B", what=what, host=is_host)

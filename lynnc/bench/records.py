@@ -22,7 +22,7 @@ from lynnc.plan import Plan
 from lynnc.runtime.device import DeviceFacts
 from lynnc.version import VERSION
 
-Value = str | int | float | bool
+Value = str | int | float | bool | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from lynnc.programs import MOST_DECODE_ROWS, program_rows
 from lynnc.runtime.budget import Room
 from lynnc.runtime.executor import DECODE, Executor
 from lynnc.runtime.loader import load
+from lynnc.runtime.loading.generated import GeneratedWeights
 from lynnc.runtime.loading.packedfolder import PackedFolder
 from lynnc.runtime.loading.weightsource import Progress, WeightSource, packed_bytes
 
@@ -57,11 +58,23 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class LoadTime:
-    """From nothing to an executor that is ready: ``is_cold`` where the files had been dropped from the page cache."""
+    """From nothing to an executor that is ready.
+
+    ``is_cold`` is true where the files had been dropped from the page cache, false where they had just been read, and
+    None where nobody knows: the only load of a packed folder. ``is_made`` is true for weights that no file holds.
+    """
 
     timing: Timing
     bytes: int
-    is_cold: bool
+    is_cold: bool | None
+    is_made: bool = False
+
+    @property
+    def label(self) -> str:
+        """The load in a word."""
+        if self.is_made:
+            return "generated"
+        return {True: "cold", False: "warm", None: "first"}[self.is_cold]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,23 +135,26 @@ class Session:
 
 def open_session(plan: Path, source: WeightSource, wish: Wish, gpu: int, progress: Progress | None) -> Session:
     """Loads the plan, several times where asked for: a packed folder cold first, then from the page cache."""
-    loads = []
-    seconds: list[float] = []
+    if wish.loads > 1 and isinstance(source, PackedFolder):
+        drop_from_page_cache(source.folder)
+    seconds = []
     for index in range(max(1, wish.loads)):
-        is_cold = index == 0 and isinstance(source, PackedFolder) and wish.loads > 1
-        if is_cold and isinstance(source, PackedFolder):
-            drop_from_page_cache(source.folder)
         started = time.perf_counter()
         executor = load(plan, source, Room(1, wish.room, wish.programs), gpu=gpu, progress=progress)
-        passed = time.perf_counter() - started
-        if is_cold:
-            loads.append(LoadTime(timing_of([passed]), packed_bytes(executor.plan), is_cold=True))
-        else:
-            seconds.append(passed)
+        seconds.append(time.perf_counter() - started)
         if index + 1 < wish.loads:
             executor.close()
-    loads.append(LoadTime(timing_of(seconds), packed_bytes(executor.plan), is_cold=False))
-    return Session(executor, _memory_use(executor), tuple(loads))
+    return Session(executor, _memory_use(executor), tuple(_load_times(seconds, source, packed_bytes(executor.plan))))
+
+
+def _load_times(seconds: Sequence[float], source: WeightSource, size: int) -> Iterator[LoadTime]:
+    """The first load of a packed folder by itself; loads of what no disk holds are all alike."""
+    if not isinstance(source, PackedFolder):
+        yield LoadTime(timing_of(seconds), size, is_cold=False, is_made=isinstance(source, GeneratedWeights))
+        return
+    yield LoadTime(timing_of(seconds[:1]), size, is_cold=True if len(seconds) > 1 else None)
+    if len(seconds) > 1:
+        yield LoadTime(timing_of(seconds[1:]), size, is_cold=False)
 
 
 def _memory_use(executor: Executor) -> MemoryUse:

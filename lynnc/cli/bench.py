@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from lynnc.outputfile import check_file
 from lynnc.programs import PREFILL
 from lynnc.runtime.cudadevice import open_device
 from lynnc.runtime.executor import DECODE
+from lynnc.runtime.loader import programs_of
 from lynnc.runtime.loading.generated import GeneratedWeights
 from lynnc.runtime.loading.packedfolder import PackedFolder
 from lynnc.runtime.loading.weightsource import WeightSource
@@ -45,7 +46,7 @@ class Arguments:
     subject: str
     weights: Path | None
     random_weights: bool
-    seed: int
+    seed: int | None
     contexts: str | None
     programs: str
     repeats: int
@@ -69,7 +70,7 @@ class Arguments:
 @click.argument("subject", metavar="MODEL|PLAN", shell_complete=complete_models)
 @click.option("--weights", type=click.Path(path_type=Path), help="Packed folder to load (`lynnc pack` makes one).")
 @click.option("--random-weights", is_flag=True, help="Make random weights on the GPU, to measure speed alone.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of --random-weights.")
+@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Seed of --random-weights; 0 if not given.")
 @click.option(
     "--contexts",
     metavar="LIST",
@@ -119,22 +120,25 @@ def run(arguments: Arguments) -> None:
     source = _source(arguments)
     peer = _peer(arguments)
     subject = find_subject(arguments.subject)
+    if subject.plan:
+        programs_of(subject.plan, wish.programs)
     wish = _fitted(wish, subject, is_asked=arguments.contexts is not None)
     if arguments.device:
         find_device(arguments.device)
-    facts = open_device(arguments.gpu).facts
-    device = device_of(facts, arguments.device)
     outcome = Outcome()
     with ExitStack() as stack:
+        opened = stack.enter_context(closing(open_device(arguments.gpu)))  # held, so that no load makes the context
+        device = device_of(opened.facts, arguments.device)
         folder = subject.folder if subject.plan else _compile(arguments, subject, device, stack)
         with bytes_bar("loading") as on_bytes:
             progress = (lambda done, total: on_bytes(done, total, "")) if on_bytes else None
             session = open_session(folder, source, wish, arguments.gpu, progress)
         stack.enter_context(session.executor)
-        setting = setting_of(session.plan, facts, {"weights": _weights_text(arguments)}, _command_line())
+        setting = setting_of(session.plan, opened.facts, {"weights": _weights_text(arguments)}, _command_line())
         try:
             _measure(arguments, session, wish, outcome)
             session.executor.close()
+            opened.close()
             if peer:
                 note("writing a model for llama-bench and running it")
                 place = arguments.peer_folder or Path(tempfile.gettempdir())
@@ -164,12 +168,7 @@ def _say(what: str) -> None:
 
 
 def _wish(arguments: Arguments) -> Wish:
-    try:
-        contexts = tuple(int(part) for part in (arguments.contexts or USUAL_CONTEXTS).split(","))
-    except ValueError:
-        contexts = (0,)
-    if any(context < 1 for context in contexts):
-        raise OptionError(f"--contexts {arguments.contexts}: write numbers above 0, such as 128,4096.")
+    contexts = _contexts(USUAL_CONTEXTS if arguments.contexts is None else arguments.contexts)
     programs = parse_programs(arguments.programs)
     if PREFILL in programs:
         raise OptionError(f"--programs {arguments.programs}: prompts are not measured; name decode/1 to decode/8.")
@@ -185,6 +184,19 @@ def _wish(arguments: Arguments) -> Wish:
         loads=arguments.loads,
         programs=programs,
     )
+
+
+def _contexts(text: str) -> tuple[int, ...]:
+    try:
+        contexts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        contexts = (0,)
+    if any(context < 1 for context in contexts):
+        raise OptionError(f"--contexts {text}: write numbers above 0, such as 128,4096.")
+    twice = next((context for context in contexts if contexts.count(context) > 1), None)
+    if twice:
+        raise OptionError(f"--contexts {text}: {twice} is given twice; name it once.")
+    return contexts
 
 
 def _fitted(wish: Wish, subject: Subject, is_asked: bool) -> Wish:
@@ -205,7 +217,9 @@ def _source(arguments: Arguments) -> WeightSource:
     if arguments.random_weights == (arguments.weights is not None):
         raise OptionError("Weights are needed, once: give --weights FOLDER or --random-weights.")
     if arguments.weights is None:
-        return GeneratedWeights(arguments.seed)
+        return GeneratedWeights(arguments.seed or 0)
+    if arguments.seed is not None:
+        raise OptionError(f"--seed {arguments.seed} is the seed of --random-weights: leave it out with --weights.")
     read_index(arguments.weights)
     return PackedFolder(arguments.weights)
 
@@ -213,6 +227,11 @@ def _source(arguments: Arguments) -> WeightSource:
 def _peer(arguments: Arguments) -> Path | None:
     """The peer's program; what is missing for it is said before anything is measured."""
     if not arguments.peer:
+        if arguments.peer_folder:
+            raise OptionError(
+                f"--peer-folder {arguments.peer_folder} is where the model of --peer is written: give --peer, too, or "
+                "leave it out."
+            )
         return None
     program = parse_peer(arguments.peer)
     if arguments.peer_folder and not arguments.peer_folder.is_dir():
@@ -222,7 +241,7 @@ def _peer(arguments: Arguments) -> Path | None:
 
 
 def _weights_text(arguments: Arguments) -> str:
-    return "packed" if arguments.weights else f"random, seed {arguments.seed}"
+    return "packed" if arguments.weights else f"random, seed {arguments.seed or 0}"
 
 
 def _compile(arguments: Arguments, subject: Subject, device: Device, stack: ExitStack) -> Path:

@@ -25,7 +25,7 @@ def print_loads(loads: Sequence[LoadTime]) -> None:
     columns = [text("load"), number("time"), number("weights/s"), text("spread")]
     rows = [
         [
-            "cold" if load.is_cold else "warm",
+            load.label,
             duration(load.timing.median),
             f"{size(load.bytes / load.timing.median)}/s",
             spread(load.timing),

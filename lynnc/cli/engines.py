@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -117,7 +117,8 @@ def _open_cpu(choice: EngineChoice, context: int) -> Interpreted:
 def _open_gpu(choice: EngineChoice, gpu: int, context: int, programs: tuple[str, ...], stack: ExitStack) -> Compiled:
     plan = choice.plan
     if plan is None:
-        device = device_of(open_device(gpu).facts)
+        with closing(open_device(gpu)) as opened:
+            device = device_of(opened.facts)
         plan = stack.enter_context(
             compile_here(packed_model(choice.folder), device, programs, store_path(choice.store))
         )

@@ -71,6 +71,8 @@ def parse_peer(text: str) -> Path:
     if name != NAME or not path:
         raise OptionError(f"--peer {text} is not understood: write {NAME}=PATH.")
     program = Path(path).expanduser()
+    if program.is_dir():
+        raise OptionError(f"--peer: {program} is a folder: name the {NAME} in it.")
     if not program.is_file():
         raise OptionError(f"--peer: there is no file {program}: name the {NAME} that llama.cpp's build made.")
     if not os.access(program, os.X_OK):
