@@ -1,8 +1,8 @@
 """Every fusion pass and every format through the quality gate, on lynn-mini.
 
-In: the BF16 checkpoint of ``train.py`` and the packed folder made of it. Out: one record for each check of each gate: the
-model's own graph against a plan of all passes, that plan against one without each pass, and the checkpoint against its
-weights in each format. Where there is no GPU, plans are run by their graphs: that judges passes and formats, not kernels.
+In: the BF16 checkpoint of ``train.py`` and the packed folder made of it. Out: records of each gate: the checkpoint
+against its weights in each format, the model's own graph against a plan of all passes, and that plan against one
+without each pass. Where there is no GPU, plans are run by their graphs: that judges passes and formats, not kernels.
 
 Example::
 
