@@ -405,7 +405,7 @@ def test_interpreter_rotates_like_transformers(first: int) -> None:
     norm.weight.data.copy_(values["q_norm"])
     normed = norm(heads).transpose(0, 1)[None].float()
     rope = Qwen3_5MoeTextRotaryEmbedding(_config(shape))
-    cos, sin = rope(torch.zeros(1), inputs["position"].long().T)
+    cos, sin = rope(torch.zeros(1), inputs["position"].long().T.expand(3, 1, -1))
     theirs = apply_rotary_pos_emb(normed, normed, cos, sin)[0][0].transpose(0, 1).detach().bfloat16()
     assert (ours == theirs).float().mean() > 0.999
     assert_close(ours.float(), theirs.float(), BF16_LIMIT)
@@ -425,7 +425,7 @@ def test_fused_kernels_match_transformers() -> None:
     with torch.no_grad():
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         qkv = torch.cat([projection(hidden) for projection in projections], -1)[0].bfloat16()
-        embedding = Qwen3_5MoeTextRotaryEmbedding(config)(torch.zeros(1), torch.arange(count)[None])
+        embedding = Qwen3_5MoeTextRotaryEmbedding(config)(torch.zeros(1), torch.arange(count).expand(3, 1, -1))
         mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
         theirs = attention(hidden, embedding, mask)[0][0]
     states = _states(shape, 1, 16)
