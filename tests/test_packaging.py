@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("LICENSE", "README.md", "pyproject.toml")
 NOT_SHIPPED = {"README.md"}
 """Names of files in package folders that only a reader of the repository needs."""
+TRAINED = tuple(path.parent for path in (ROOT / "models").glob("*/lynnc-weights.json"))
+"""Trained models lie in the repository alone: a wheel with their weights would be ten times as large."""
 
 
 def settings() -> dict[str, Any]:
@@ -51,6 +53,8 @@ def data_files() -> set[str]:
     for name, mapped in settings()["package-dir"].items():
         folder = ROOT / mapped
         for path in folder.rglob("*"):
+            if any(path.is_relative_to(trained) for trained in TRAINED):
+                continue
             if path.is_file() and path.suffix not in (".py", ".pyc") and path.name not in NOT_SHIPPED:
                 found.add(f"{name.replace('.', '/')}/{path.relative_to(folder)}")
     return found

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+import torch
 
 from lynnc.cli.localplan import compile_here, device_of
 from lynnc.cli.output import note, size
@@ -33,6 +34,8 @@ from lynnc.tools import detect_gpu
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 F32_BYTES = 4
+SHORT_STEPS = 1 << 30
+"""Bytes of weights as FP32 up to which an op is too short to be divided: threads would only wait for each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,8 @@ def _open_cpu(choice: EngineChoice, context: int) -> Interpreted:
             f"{choice.folder} would take {size(weights)} of memory on the CPU, as FP32, and this machine has "
             f"{size(memory)}: run it on a GPU."
         )
+    if weights <= SHORT_STEPS:
+        torch.set_num_threads(1)
     return open_interpreted(choice.folder, context)
 
 
