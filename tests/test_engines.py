@@ -120,6 +120,12 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(opened: Open) -> None:
     assert engine.length == CONTEXT
 
 
+def test_memory_of_a_compiled_plan_is_what_the_gpu_gave() -> None:
+    engine = compiled(TINY)
+    device = engine.executor.device
+    assert isinstance(device, SimulatedDevice) and engine.memory_bytes == device.taken > 0
+
+
 def test_the_interpreter_reads_a_packed_folder(tmp_path) -> None:
     checkpoint = written(tmp_path, flavour=MULTIPLIED)
     with torch.no_grad():

@@ -52,6 +52,11 @@ class Compiled:
         """Tokens of the sequence so far."""
         return self.executor.lengths[0]
 
+    @property
+    def memory_bytes(self) -> int:
+        """GPU memory that is held: weights, states, workspace, inputs and outputs."""
+        return sum(need.bytes for need in self.executor.budget.needs if not need.is_host)
+
     def reset(self) -> None:
         """Begins a new sequence: what an old one left is never read."""
         self.executor.reset()
