@@ -49,6 +49,14 @@ class Readback:
         shaped: torch.Tensor = columns.unflatten(1, [int(size) for size in tensor.shape[1:]])
         return shaped
 
+    def write(self, name: str, values: torch.Tensor) -> None:
+        """Fills the first rows of a tensor with memory of its own; values [n, ...] are rounded to its dtype."""
+        tensor = self.graph.tensors[name]
+        stored = values.detach().cpu().to(TORCH_DTYPE[tensor.dtype]).contiguous()
+        device = self.executor.device
+        device.upload(self.executor.memory.addresses.of(self.program)[name], stored.data_ptr(), stored.nbytes)
+        device.synchronize()
+
     def state(self, name: str) -> torch.Tensor:
         """A state of all slots."""
         tensor = self.executor.tensor(name)

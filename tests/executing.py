@@ -70,7 +70,11 @@ def executor_for(case: Case, slots: int = 1, context: int = CONTEXT, device: Sim
 
 def executor_on(plan: Plan, source: WeightSource, room: Room, device: SimulatedDevice) -> Executor:
     """A plan without machine code on a simulated device."""
-    return prepare(plan, dict.fromkeys(plan.kernels, b""), source, device, room)
+    executor = prepare(plan, dict.fromkeys(plan.kernels, b""), source, device, room)
+    meaning = getattr(device.runs, "__self__", None)
+    if isinstance(meaning, Meaning):
+        meaning.executor = executor
+    return executor
 
 
 def meaning_device(plan: Plan, room: Room) -> SimulatedDevice:

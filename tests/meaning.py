@@ -29,9 +29,10 @@ from lynnc.interpret import TORCH_DTYPE, Run, run_op
 from lynnc.ir import DType, Graph, Op, T
 from lynnc.modelshape import from_dict
 from lynnc.plan import Launch, Plan, Program
-from lynnc.programs import PREFILL
+from lynnc.programs import PREFILL, program_rows
 from lynnc.runtime.budget import Room
 from lynnc.runtime.device import Call
+from lynnc.runtime.executor import Executor
 from lynnc.runtime.weights.arrays import PackedWeight, unpack_weight
 
 STORED = {
@@ -63,10 +64,15 @@ class Meaning:
     graphs: dict[str, Graph] = field(default_factory=dict)
     values: dict[int, torch.Tensor] = field(default_factory=dict)
     waiting: list[tuple[Graph, Op, Launch, int]] = field(default_factory=list)
+    executor: Executor | None = None
+    """Whose launches these are: needed where some are launched that no step begins with."""
 
     def run(self, calls: Sequence[Call]) -> None:
-        """A whole step, or the next launches of a decode step that was begun."""
-        waiting = self.waiting or self._begin(calls)
+        """A whole step, or the next launches of a decode step that was begun, or some of one by themselves."""
+        if calls[0].op == "embed":
+            waiting = self._begin(calls)
+        else:
+            waiting = self._find(calls[0]) if self.executor else self.waiting
         self.waiting = []
         for call, (graph, op, launch, rows) in zip(calls, waiting, strict=False):
             assert op.name == launch.op == call.op
@@ -84,6 +90,17 @@ class Meaning:
         graph = self.graph(name)
         pairs = zip(graph.ops, self.plan.programs[name].launches, strict=True)
         return [(graph, op, launch, rows) for op, launch in pairs]
+
+    def _find(self, call: Call) -> list[tuple[Graph, Op, Launch, int]]:
+        """The step that a launch is of, from there on: the one whose launch has the same arguments."""
+        assert self.executor is not None, f"{call.op} begins no step"
+        for name, program in self.plan.programs.items():
+            rows = program_rows(name)
+            calls = self.executor.calls(program, rows) if rows else ()
+            if call in calls:
+                pairs = zip(self.graph(name).ops, program.launches, strict=True)
+                return [(self.graph(name), op, launch, rows) for op, launch in pairs][calls.index(call) :]
+        raise AssertionError(f"no program launches {call}")
 
     def launches(self, name: str) -> tuple[Launch, ...]:
         program: Program | None = self.plan.programs.get(name)

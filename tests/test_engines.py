@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
-from executing import executor_for, plan_of
+from executing import HostWeights, executor_for, executor_on, meaning_device, plan_for, plan_of
+from gating import CONTEXT as GATE_CONTEXT
+from gating import MOE, failed, gate
 from harness import assert_close
 from meaning import few_splits
 from packing import MULTIPLIED, packed_to, written
@@ -20,6 +23,7 @@ from lynnc.compiler import fused_graph
 from lynnc.engines.compiled import STREAMED, Compiled, compiled_engine
 from lynnc.engines.engine import Engine
 from lynnc.engines.interpreted import CHUNK, Interpreted, open_interpreted
+from lynnc.engines.optrace import OpOutput, entry_of_section, section_names
 from lynnc.errors import OptionError, PlanError
 from lynnc.runtime.budget import Room
 from lynnc.runtime.executor import Executor
@@ -118,6 +122,54 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(opened: Open) -> None:
     assert engine.length == 3
     engine.append([1] * (CONTEXT - 3))
     assert engine.length == CONTEXT
+
+
+def test_launches_of_a_section_leave_what_the_ops_of_its_graph_do() -> None:
+    """Every section from the same stream, in steps of eight and fewer rows; the interpreter sees more tensors."""
+    engine, base, tokens = compiled(TINY), interpreted(TINY), judged(TINY).tokens[:11]
+    hidden = base.trace(tokens).hidden
+    seen = set()
+    for section in section_names(len(TINY.spec.layers)):
+        entry = entry_of_section(section, len(TINY.spec.layers))
+        stream = hidden[int(entry[2:])] if entry else None
+        engine.reset()
+        base.reset()
+        known = {output.tensor: output for output in base.trace_ops(section, tokens, stream)}
+        for name, output in joined(engine.trace_ops(section, tokens, stream)).items():
+            if name in known and output.values.is_floating_point():
+                expected = known[name].values
+                assert_close(output.values.float(), expected.float(), 2 * LIMIT, f"{section}: {output.op} at {name}")
+                assert output.is_state == known[name].is_state
+                seen.add(name)
+    assert {"h.0", "h.4", "layers.0.gated", "layers.3.k_cache", "logits"} <= seen, sorted(seen)
+    assert engine.length == base.length == len(tokens)
+
+
+def joined(outputs: Iterable[OpOutput]) -> dict[str, OpOutput]:
+    """By tensor, the rows of all steps; of a state, what the last one left."""
+    found: dict[str, OpOutput] = {}
+    for output in outputs:
+        before = found.get(output.tensor)
+        if before and not output.is_state:
+            output = replace(output, values=torch.cat([before.values, output.values]))
+        found[output.tensor] = output
+    return found
+
+
+def test_the_gate_names_the_launch_of_a_plan_with_damaged_weights() -> None:
+    """A plan on a (simulated) GPU with two experts of one layer exchanged, against the model's own graph."""
+    case = MOE
+    arrays = {**make(case).packed}
+    for array in ("data", "scale", "global"):
+        key = "layers.2.experts_down_weight", array
+        arrays[key] = arrays[key].flip(0)
+    plan, room = plan_for(case), Room(1, GATE_CONTEXT)
+    damaged = compiled_engine(executor_on(plan, HostWeights(arrays), room, meaning_device(plan, room)))
+    report = gate(damaged)
+    assert not report.passed and report.location is not None and report.location.culprit is not None
+    assert (report.location.section, report.location.culprit.op) == ("layers.2", "layers.2.experts_down")
+    whole = compiled_engine(executor_on(plan, HostWeights(make(case).packed), room, meaning_device(plan, room)))
+    assert "hidden state, relative L2" not in failed(gate(whole))
 
 
 def test_memory_of_a_compiled_plan_is_what_the_gpu_gave() -> None:

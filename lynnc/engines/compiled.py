@@ -20,8 +20,10 @@ import torch
 
 from lynnc.engines.engine import Trace
 from lynnc.engines.interpreted import check_tokens
+from lynnc.engines.optrace import OpOutput, entry_of_section, ops_of_section
 from lynnc.errors import PlanError
 from lynnc.fields import Place
+from lynnc.ir import CacheAppend, Fused, Op, primitive_ops
 from lynnc.model import ModelSpec
 from lynnc.modelshape import from_dict
 from lynnc.planfile import PLAN_FILE, load_plan
@@ -77,6 +79,17 @@ class Compiled:
         """The same with the residual stream after each layer, launch by launch."""
         steps = [self._traced(rows, count) for rows, count in self._pieces(tokens)]
         return Trace(torch.cat([step.logits for step in steps]), torch.cat([step.hidden for step in steps], dim=1))
+
+    def trace_ops(self, section: str, tokens: Sequence[int], hidden: torch.Tensor | None) -> tuple[OpOutput, ...]:
+        """Appends tokens to the launches of one section alone, which start from ``hidden`` [n, hidden] instead of what
+        the section before would leave; see ``lynnc.engines.optrace``. What a launch keeps to itself is not seen."""
+        found: list[OpOutput] = []
+        first = 0
+        for rows, count in self._pieces(tokens):
+            entry = None if hidden is None else hidden[first : first + count]
+            found += self._traced_section(section, rows, entry, count)
+            first += count
+        return tuple(found)
 
     def begin(self, prompt: Sequence[int]) -> torch.Tensor:
         """Appends tokens by the prefill program, if there is one; FP32 logits [vocabulary] of what follows the last."""
@@ -138,10 +151,43 @@ class Compiled:
                     waiting = []
         return Trace(self._logits(count), torch.stack([hidden[name] for name in wanted]))
 
+    def _traced_section(
+        self, section: str, rows: Sequence[Row], entry: torch.Tensor | None, count: int
+    ) -> list[OpOutput]:
+        """What the launches of a section leave in one step, each read before the next one."""
+        executor, step = self.executor, self._step(len(rows))
+        length = self.length + count
+        calls = {call.op: call for call in executor.calls(step.program, step.rows)}
+        found: list[OpOutput] = []
+        executor.check_rows(rows)
+        executor.write_rows(rows)
+        with executor.advancing({0: length}):
+            if entry is not None:
+                step.write(entry_of_section(section, len(self.spec.layers)), entry)
+            for op in ops_of_section(step.graph, section):
+                executor.device.launch([calls[op.name]])
+                found += _outputs(step, op, count, length)
+        return found
+
     def _step(self, rows: int) -> Readback:
         if rows not in self._steps:
             self._steps[rows] = readback_of(self.executor, rows)
         return self._steps[rows]
+
+
+def _outputs(step: Readback, op: Op, count: int, length: int) -> Iterator[OpOutput]:
+    """The tensors that a launch wrote, views of them, and a key/value cache that it went on with."""
+    kind = op.kind if isinstance(op, Fused) else primitive_ops(op)[0].kind
+    for inner in primitive_ops(op):
+        for name in inner.writes:
+            if name not in op.writes:
+                continue
+            views = (tensor.name for tensor in step.graph.tensors.values() if tensor.base == name)
+            for seen in (name, *views):
+                yield OpOutput(op.name, kind, inner.kind, seen, step.tensor(seen)[:count])
+        if isinstance(inner, CacheAppend):
+            for name in inner.names("state"):
+                yield OpOutput(op.name, kind, inner.kind, name, step.state(name)[0, :, :length], True)
 
 
 def compiled_engine(executor: Executor) -> Compiled:
