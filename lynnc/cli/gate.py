@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from lynnc.cli.gatereport import print_report
 from lynnc.cli.output import note, print_json, warn
 from lynnc.cli.parameters import json_option
 from lynnc.cli.progress import steps_bar
-from lynnc.cli.tokens import TOKENIZER_FILE, load_tokenizer
+from lynnc.cli.tokens import TOKENIZER_FILE, encode, load_tokenizer
 from lynnc.errors import OptionError
 from lynnc.modelfile import read_text
 from lynnc.outputfile import check_file, write_file
@@ -32,6 +33,7 @@ USUAL = Settings()
 INTERPRETED_CONTEXT = 2048
 """Context if not given where a side is interpreted, which is slow; else it is the models' own."""
 FEW_PROMPTS = 40
+FEW_TOKENS = 640
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +153,17 @@ def choose_context(arguments: Arguments, base: Side, candidate: Side) -> int:
 
 def _material(arguments: Arguments, base: Side, candidate: Side, context: int) -> Material:
     tokenizer = load_tokenizer(_tokenizer_file(arguments, base, candidate))
-    heldout = read_heldout(arguments.text, tokenizer).first(arguments.text_tokens)
+    whole = read_heldout(arguments.text, tokenizer)
+    heldout = whole.first(arguments.text_tokens)
+    if len(heldout.ids) < FEW_TOKENS:
+        note(f"{len(heldout.ids)} tokens of text are so few that the intervals of their means say little.")
     prompts = read_prompts(arguments.prompts)
     if len(prompts) < FEW_PROMPTS:
         note(f"{len(prompts)} prompts are fewer than the {FEW_PROMPTS} that a decision to ship should rest on.")
-    encode = _encoder(tokenizer)
-    material = Material(encode_prompts(prompts, encode, heldout.ids, context - arguments.tokens), heldout)
+    room = context - arguments.tokens
+    if len(whole.ids) < room:
+        note(f"{whole.name} has {len(whole.ids):,} tokens and is repeated to fill prompts of up to {room:,}.")
+    material = Material(encode_prompts(prompts, partial(encode, tokenizer), whole.ids, room), heldout)
     largest = max(max(ids, default=0) for ids in (heldout.ids, *(prompt.ids for prompt in material.prompts)))
     if largest >= base.spec.vocabulary:
         raise OptionError(
@@ -164,13 +171,6 @@ def _material(arguments: Arguments, base: Side, candidate: Side, context: int) -
             f"{base.spec.name}: use the tokenizer of this model."
         )
     return material
-
-
-def _encoder(tokenizer: Tokenizer) -> Any:
-    def encode(text: str) -> tuple[int, ...]:
-        return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
-
-    return encode
 
 
 def _tokenizer_file(arguments: Arguments, base: Side, candidate: Side) -> Path:

@@ -144,8 +144,13 @@ def _print_verdict(report: Report, speedup: float | None) -> None:
     if found is None:
         click.echo("no layer leaves its band and no single op differs much: the difference is spread over the model")
         return
-    what = f", in the op {found.culprit}, relative error {_shown(found.culprit.error)}" if found.culprit else ""
-    click.echo(f"first in {found.section}{what}, on {found.sequence}")
+    if found.culprit is None:
+        click.echo(
+            f"the hidden state leaves its band first behind {found.section}, on {found.sequence}; no op that can be "
+            "seen differs by much, so the cause may lie in a layer before"
+        )
+        return
+    click.echo(f"first in {found.section}, in the op {found.culprit}, {found.culprit.amount}, on {found.sequence}")
 
 
 def _shown(value: float) -> str:

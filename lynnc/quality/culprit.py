@@ -37,6 +37,13 @@ class Culprit:
     tensor: str
     error: float
 
+    is_whole: bool = False
+
+    @property
+    def amount(self) -> str:
+        """The error in words."""
+        return f"{self.error:.1%} of tokens choose others" if self.is_whole else f"relative error {self.error:.4g}"
+
     def __str__(self) -> str:
         inside = f"{self.kind}, in it {self.inner}" if self.inner != self.kind else self.kind
         return f"{self.op} ({inside}) at {self.tensor}"
@@ -58,7 +65,7 @@ class _Sums:
     def add(self, base: torch.Tensor, candidate: torch.Tensor) -> None:
         """Rows of one piece."""
         if self.is_whole:
-            self.difference += float(_rows_that_differ(base, candidate).sum())
+            self.difference += float(_other_sets(base, candidate).sum())
             self.base += len(base)
             return
         ours, theirs = base.double(), candidate.double()
@@ -113,6 +120,11 @@ def _rows_that_differ(base: torch.Tensor, candidate: torch.Tensor) -> torch.Tens
     return (base != candidate).flatten(1).any(-1)
 
 
+def _other_sets(base: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:
+    """Rows [n] of whole numbers that are not the same ones in any order: experts of equal weight may change places."""
+    return _rows_that_differ(*(rows.flatten(1).sort(-1).values for rows in (base, candidate)))
+
+
 def find_culprit(pair: Pair, drift: Drift, leaving: Place, thresholds: Thresholds) -> Culprit | None:
     """The op that shows in the section that leaves the band; if none does there, in the sections before it: errors that
     are small where they arise may leave the band later."""
@@ -139,7 +151,7 @@ def culprit_of_section(pair: Pair, drift: Drift, section: str, thresholds: Thres
     for sums in found.sums.values():
         if sums.is_far_off(thresholds):
             output = sums.output
-            return Culprit(section, output.op, output.kind, output.inner, output.tensor, sums.error)
+            return Culprit(section, output.op, output.kind, output.inner, output.tensor, sums.error, sums.is_whole)
     return None
 
 

@@ -143,14 +143,9 @@ def run_greedy(
 def run_prompt(pair: Pair, prompt: Encoded, tokens: int, meter: NoiseMeter) -> PromptRun:
     """One prompt in a sequence of its own, measured by a meter of its own."""
     pair.reset()
-    *head, last = pieces_of(prompt.ids)
-    for piece in head:
-        meter.add(*pair.read(piece))
-    base, candidate = pair.read(last)
-    meter.add(base[:-1], candidate[:-1])
+    base, candidate = pair.begin(prompt.ids) if pair.has_prefill else _read_prompt(pair, prompt, meter)
     ids: list[int] = []
     flips: list[Flip] = []
-    base, candidate = base[-1:], candidate[-1:]
     while True:
         meter.add(base, candidate)
         flip = find_flip(len(ids), base[0], candidate[0])
@@ -159,6 +154,16 @@ def run_prompt(pair: Pair, prompt: Encoded, tokens: int, meter: NoiseMeter) -> P
         if len(ids) == tokens:
             return PromptRun(prompt, tuple(ids), tuple(flips), meter.result())
         base, candidate = pair.step(ids[-1])
+
+
+def _read_prompt(pair: Pair, prompt: Encoded, meter: NoiseMeter) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [1, vocabulary] behind a prompt of which every token has some: those before the last tell of noise."""
+    *head, last = pieces_of(prompt.ids)
+    for piece in head:
+        meter.add(*pair.read(piece))
+    base, candidate = pair.read(last)
+    meter.add(base[:-1], candidate[:-1])
+    return base[-1:], candidate[-1:]
 
 
 def choose(logits: torch.Tensor) -> int:

@@ -38,6 +38,14 @@ class HasMemory(Protocol):
         """Bytes of weights, states and workspace."""
 
 
+@runtime_checkable
+class HasPrefill(Protocol):
+    """An engine that reads a prompt by other machine code than single tokens."""
+
+    def begin(self, prompt: Sequence[int]) -> torch.Tensor:
+        """Appends a prompt; FP32 logits [vocabulary] of what follows its last token."""
+
+
 @dataclass(slots=True)
 class Timed:
     """An engine, and how long its steps took: prompts by token, single tokens one by one."""
@@ -54,6 +62,16 @@ class Timed:
         self.prompt_seconds += seconds
         return logits
 
+    def begin(self, prompt: Sequence[int]) -> torch.Tensor:
+        """Logits [1, vocabulary] of what follows a prompt, which is read in the engine's own way."""
+        engine = self.engine
+        if not isinstance(engine, HasPrefill):
+            return [self.read(piece) for piece in pieces_of(prompt)][-1][-1:]
+        logits, seconds = timed(lambda: engine.begin(prompt))
+        self.prompt_tokens += len(prompt)
+        self.prompt_seconds += seconds
+        return logits[None]
+
     def step(self, token: int) -> torch.Tensor:
         """Logits of one token that goes on with the sequence."""
         logits, seconds = self._append([token])
@@ -61,11 +79,16 @@ class Timed:
         return logits
 
     def _append(self, tokens: Sequence[int]) -> tuple[torch.Tensor, float]:
-        started = time.perf_counter()
-        logits = self.engine.append(tokens)
-        if logits.is_cuda:
-            torch.cuda.synchronize(logits.device)
-        return logits, time.perf_counter() - started
+        return timed(lambda: self.engine.append(tokens))
+
+
+def timed(compute: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float]:
+    """What is computed, and the seconds until it is there."""
+    started = time.perf_counter()
+    logits = compute()
+    if logits.is_cuda:
+        torch.cuda.synchronize(logits.device)
+    return logits, time.perf_counter() - started
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +107,16 @@ class Pair:
         """Logits of both on the base's device: FP32 [n, vocabulary]."""
         base = self.base.read(tokens)
         return base, self.candidate.read(tokens).to(base.device)
+
+    @property
+    def has_prefill(self) -> bool:
+        """Whether a side reads prompts by machine code of their own."""
+        return isinstance(self.base.engine, HasPrefill) or isinstance(self.candidate.engine, HasPrefill)
+
+    def begin(self, prompt: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [1, vocabulary] of both behind a prompt, which each reads in its own way."""
+        base = self.base.begin(prompt)
+        return base, self.candidate.begin(prompt).to(base.device)
 
     def step(self, token: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The same for one token that follows."""
