@@ -89,9 +89,10 @@ def one_position_late(right: Meaning) -> Meaning:
     the next place, and a recurrent state is not begun anew at position 0 but goes on from the sequence before."""
 
     def run_late(run: Run, op: Any) -> None:
-        run.values["position"] = run.values["position"] + 1
+        position = run.get("position")
+        position += 1
         right(run, op)
-        run.values["position"] = run.values["position"] - 1
+        position -= 1
 
     return run_late
 

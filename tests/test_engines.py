@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
@@ -170,6 +170,24 @@ def test_the_gate_names_the_launch_of_a_plan_with_damaged_weights() -> None:
     assert (report.location.section, report.location.culprit.op) == ("layers.2", "layers.2.experts_down")
     whole = compiled_engine(executor_on(plan, HostWeights(make(case).packed), room, meaning_device(plan, room)))
     assert "hidden state, relative L2" not in failed(gate(whole))
+
+
+class LateByOne(Compiled):
+    """A plan whose prefill program leaves out the last token of a prompt."""
+
+    def begin(self, prompt: Sequence[int]) -> torch.Tensor:
+        before = super().begin(prompt[:-1])
+        self.executor.assume(len(prompt), prompt[-1])
+        return before
+
+
+def test_the_gate_judges_the_prefill_program_of_a_plan_on_a_gpu() -> None:
+    """By what is generated behind prompts: all else goes through decode programs, and stays right here."""
+    plan, room = plan_for(MOE), Room(1, GATE_CONTEXT)
+    engine = compiled_engine(executor_on(plan, HostWeights(make(MOE).packed), room, meaning_device(plan, room)))
+    broken = LateByOne(engine.executor, engine.spec, engine.label, engine.context)
+    report = gate(broken)
+    assert "prompts that are wrong" in failed(report) and "KL, mean" not in failed(report)
 
 
 def test_memory_of_a_compiled_plan_is_what_the_gpu_gave() -> None:

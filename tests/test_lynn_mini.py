@@ -130,7 +130,8 @@ def test_run_goes_on_with_code(shipped: Shipped) -> None:
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
     assert len(found["ids"]) == 24 and found["text"].startswith("\n    "), found["text"]
-    compile(f'{PROMPT}{found["text"]}"""' if found["text"].count('"""') == 1 else PROMPT + " pass", "<text>", "exec")
+    lines = found["text"].strip("\n").splitlines()
+    assert all(line == "" or line.startswith("    ") for line in lines), "the body of the function is indented"
 
 
 def small_model() -> Any:

@@ -184,8 +184,9 @@ def find_flip(position: int, base: torch.Tensor, candidate: torch.Tensor) -> Fli
 
 def allowance(noise: Noise, thresholds: Thresholds) -> float:
     """The widest gap that noise explains. Noise beyond its limit widens it no further: a broken candidate, whose logits
-    are all far off, must not excuse itself."""
-    return thresholds.margin_multiple * min(noise.rms, thresholds.noise * noise.scale)
+    are all far off, must not excuse itself. Gaps that BF16 cannot tell apart are explained without any noise."""
+    measured = thresholds.margin_multiple * min(noise.rms, thresholds.noise * noise.scale)
+    return max(measured, thresholds.resolution * noise.scale)
 
 
 def classify(flip: Flip, widest: float) -> Outcome:

@@ -27,17 +27,19 @@ class Thresholds:
     """Limits of one kind of change; each is the most that is allowed, but ``agreement``, the least.
 
     ``wrong_share`` and ``divergent_share``: prompts whose greedy ids part without, or with, the excuse of a small
-    margin. ``margin_multiple``: a margin is small below so many times the measured noise of the logits. ``noise``: that
-    noise (RMS) over the RMS of the base's logits, both less their mean; beyond it noise excuses no more. ``mean_kl``
-    and ``max_kl``: nats. ``agreement``: share of positions with the same most likely token. ``bits_per_byte``:
-    increase. ``layer_l2``: relative L2 error of the hidden state that one layer may add; ``most_l2``: that all may.
-    ``op_l2``: relative L2 error from which on an op is named; it decides nothing.
+    margin. ``margin_multiple``: a margin is small below so many times the measured noise of the logits, or below
+    ``resolution`` times the RMS of the base's logits, which BF16 in the hidden state cannot tell from none. ``noise``:
+    that noise (RMS) over the RMS of the base's logits, both less their mean; beyond it noise excuses no more.
+    ``mean_kl`` and ``max_kl``: nats. ``agreement``: share of positions with the same most likely token.
+    ``bits_per_byte``: increase. ``layer_l2``: relative L2 error of the hidden state that one layer may add;
+    ``most_l2``: that all may. ``op_l2``: relative L2 error from which on an op is named; it decides nothing.
     """
 
     kind: str
     wrong_share: float
     divergent_share: float
     margin_multiple: float
+    resolution: float
     noise: float
     mean_kl: float
     max_kl: float
@@ -65,6 +67,7 @@ KINDS: Mapping[str, Thresholds] = MappingProxyType(
                 wrong_share=0.0,
                 divergent_share=0.0,
                 margin_multiple=0.0,
+                resolution=0.0,
                 noise=0.0,
                 mean_kl=0.0,
                 max_kl=0.0,
@@ -79,6 +82,7 @@ KINDS: Mapping[str, Thresholds] = MappingProxyType(
                 wrong_share=0.0,
                 divergent_share=0.3,
                 margin_multiple=6.0,
+                resolution=0.005,
                 noise=0.01,
                 mean_kl=1e-3,
                 max_kl=0.15,
@@ -93,6 +97,7 @@ KINDS: Mapping[str, Thresholds] = MappingProxyType(
                 wrong_share=0.0,
                 divergent_share=0.4,
                 margin_multiple=6.0,
+                resolution=0.005,
                 noise=0.02,
                 mean_kl=2e-3,
                 max_kl=0.3,
@@ -107,6 +112,7 @@ KINDS: Mapping[str, Thresholds] = MappingProxyType(
                 wrong_share=0.05,
                 divergent_share=1.0,
                 margin_multiple=6.0,
+                resolution=0.005,
                 noise=0.3,
                 mean_kl=0.1,
                 max_kl=6.0,
