@@ -36,7 +36,6 @@ class Culprit:
     inner: str
     tensor: str
     error: float
-
     is_whole: bool = False
 
     @property

@@ -118,7 +118,8 @@ def _suspects(
     yield _beginning(material), findings.drift
     greedy = findings.greedy
     widest = allowance(greedy.noise, thresholds)
-    for run in (next((run for run in greedy.runs if first_wrong(run, widest)), greedy.noisiest), greedy.noisiest):
+    wrong = next((run for run in greedy.runs if first_wrong(run, widest)), greedy.noisiest)
+    for run in (wrong,) if wrong is greedy.noisiest else (wrong, greedy.noisiest):
         yield f"the prompt {run.prompt.name}", trace_drift(pair, (*run.prompt.ids, *run.ids), len(run.prompt.ids))
     text = findings.text
     worst = text.first_damaged if text.first_damaged >= 0 else text.worst
