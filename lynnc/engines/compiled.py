@@ -20,10 +20,10 @@ import torch
 
 from lynnc.engines.engine import Trace
 from lynnc.engines.interpreted import check_tokens
-from lynnc.engines.optrace import OpOutput, entry_of_section, ops_of_section
+from lynnc.engines.optrace import OpOutput, Reading, entry_of_section, ops_of_section, outputs_of
 from lynnc.errors import PlanError
 from lynnc.fields import Place
-from lynnc.ir import CacheAppend, Fused, Op, primitive_ops
+from lynnc.ir import primitive_ops
 from lynnc.model import ModelSpec
 from lynnc.modelshape import from_dict
 from lynnc.planfile import PLAN_FILE, load_plan
@@ -158,6 +158,9 @@ class Compiled:
         executor, step = self.executor, self._step(len(rows))
         length = self.length + count
         calls = {call.op: call for call in executor.calls(step.program, step.rows)}
+        reading = Reading(
+            step.graph, lambda name: step.tensor(name)[:count], lambda name: step.state(name)[0, :, :length]
+        )
         found: list[OpOutput] = []
         executor.check_rows(rows)
         executor.write_rows(rows)
@@ -166,28 +169,13 @@ class Compiled:
                 step.write(entry_of_section(section, len(self.spec.layers)), entry)
             for op in ops_of_section(step.graph, section):
                 executor.device.launch([calls[op.name]])
-                found += _outputs(step, op, count, length)
+                found += (out for inner in primitive_ops(op) for out in outputs_of(reading, op, inner, op.writes))
         return found
 
     def _step(self, rows: int) -> Readback:
         if rows not in self._steps:
             self._steps[rows] = readback_of(self.executor, rows)
         return self._steps[rows]
-
-
-def _outputs(step: Readback, op: Op, count: int, length: int) -> Iterator[OpOutput]:
-    """The tensors that a launch wrote, views of them, and a key/value cache that it went on with."""
-    kind = op.kind if isinstance(op, Fused) else primitive_ops(op)[0].kind
-    for inner in primitive_ops(op):
-        for name in inner.writes:
-            if name not in op.writes:
-                continue
-            views = (tensor.name for tensor in step.graph.tensors.values() if tensor.base == name)
-            for seen in (name, *views):
-                yield OpOutput(op.name, kind, inner.kind, seen, step.tensor(seen)[:count])
-        if isinstance(inner, CacheAppend):
-            for name in inner.names("state"):
-                yield OpOutput(op.name, kind, inner.kind, name, step.state(name)[0, :, :length], True)
 
 
 def compiled_engine(executor: Executor) -> Compiled:

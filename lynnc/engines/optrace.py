@@ -12,14 +12,14 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from lynnc.interpret import Run, Weights, run_op
-from lynnc.ir import CacheAppend, Fused, Graph, Op, primitive_ops
+from lynnc.ir import CacheAppend, Graph, Op, primitive_ops
 
 EMBED, HEAD = "embed", "head"
 
@@ -84,19 +84,31 @@ def run_section(
     if entry is not None:
         layers = sum(name.startswith("h.") and name[2:].isdigit() for name in graph.tensors) - 1
         run.put(entry_of_section(section, layers), entry)
+    length = int(inputs["position"].max()) + 1
+    reading = Reading(graph, lambda name: run.get(name).clone(), lambda name: run.states[name][0, :, :length].clone())
     for op in ops_of_section(graph, section):
         for inner in primitive_ops(op):
             run_op(run, inner)
-            yield from _outputs(run, op, inner)
+            yield from outputs_of(reading, op, inner, inner.writes)
 
 
-def _outputs(run: Run, op: Op, inner: Op) -> Iterator[OpOutput]:
-    kind = op.kind if isinstance(op, Fused) else inner.kind
-    for name in inner.writes:
-        views = (tensor.name for tensor in run.graph.tensors.values() if tensor.base == name)
-        for seen in (name, *views):
-            yield OpOutput(op.name, kind, inner.kind, seen, run.get(seen).clone())
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How values are read behind an op: a tensor of the graph, or a key/value cache [heads, n so far, ...], by name."""
+
+    graph: Graph
+    tensor: Callable[[str], torch.Tensor]
+    cache: Callable[[str], torch.Tensor]
+
+
+def outputs_of(reading: Reading, op: Op, inner: Op, seen: Sequence[str]) -> Iterator[OpOutput]:
+    """What an op in a launch left: those of its tensors that can be ``seen``, views of them, and the cache that it went
+    on with."""
+    for written in inner.writes:
+        if written in seen:
+            views = (tensor.name for tensor in reading.graph.tensors.values() if tensor.base == written)
+            for name in (written, *views):
+                yield OpOutput(op.name, op.kind, inner.kind, name, reading.tensor(name))
     if isinstance(inner, CacheAppend):
-        length = int(run.index(inner.position).max()) + 1
         for name in inner.names("state"):
-            yield OpOutput(op.name, kind, inner.kind, name, run.states[name][0, :, :length].clone(), True)
+            yield OpOutput(op.name, op.kind, inner.kind, name, reading.cache(name), True)
