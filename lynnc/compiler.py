@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import yaml
 
@@ -64,9 +65,14 @@ def fused_graph(spec: ModelSpec, program: str, without: tuple[str, ...] = ()) ->
     return run_passes(model_graph(spec, program), without)
 
 
+def model_of(plan: Plan, folder: Path = Path()) -> ModelSpec:
+    """The model that a plan was compiled from; ``folder`` is the plan's, for messages."""
+    return from_dict(plan.model, Place(str(folder / PLAN_FILE), "model"))
+
+
 def graph_of(plan: Plan, program: str) -> Graph:
     """The fused graph that a program of a plan was compiled from."""
-    return fused_graph(from_dict(plan.model, Place(PLAN_FILE, "model")), program, plan.options.without)
+    return fused_graph(model_of(plan), program, plan.options.without)
 
 
 def model_graph(spec: ModelSpec, program: str) -> Graph:

@@ -179,6 +179,16 @@ class Plan:
     """SHA-256 of plan.json itself with this field empty; set when the plan is saved."""
 
     @property
+    def vocabulary(self) -> int:
+        """Tokens that the model knows."""
+        return int(str(self.model["vocabulary"]))
+
+    @property
+    def longest_context(self) -> int:
+        """Most positions of one sequence of the model."""
+        return int(str(self.model["context"]))
+
+    @property
     def model_name(self) -> str:
         """Name of the model that the plan computes."""
         return str(self.model["name"])

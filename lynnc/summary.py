@@ -116,8 +116,7 @@ def spilling_decode_kernels(summary: Summary) -> tuple[KernelRow, ...]:
 
 def state_size(plan: Plan) -> StateSize:
     """Bytes of one slot's states."""
-    longest = plan.model["context"]
-    assert isinstance(longest, int)
+    longest = plan.longest_context
     fixed, at_1k, at_max = (
         sum(state.bytes(context) for state in plan.states.values()) for context in (0, THOUSAND, longest)
     )

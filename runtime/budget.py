@@ -87,7 +87,7 @@ def place_of(name: str) -> str:
 
 def budget_of(plan: Plan, programs: Mapping[str, Program], room: Room, weight_bytes: int) -> Budget:
     """What loading the programs needs; OptionError for slots or a context that cannot be."""
-    most = int(str(plan.model["context"]))
+    most = plan.longest_context
     if room.slots < 1 or not 1 <= room.context <= most:
         raise OptionError(
             f"{plan.model_name} runs with 1 slot or more and a context of 1 to {most}, not with {room.slots} and "

@@ -296,7 +296,7 @@ class Executor:
             )
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
-        vocabulary = int(str(self.plan.model["vocabulary"]))
+        vocabulary = self.plan.vocabulary
         if not tokens:
             raise OptionError("There are no tokens: give at least one.")
         wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from lynnc.artifact import digest
+from lynnc.compiler import model_of
 from lynnc.errors import OptionError, PlanError
-from lynnc.fields import Place
 from lynnc.model import ModelSpec
 from lynnc.modelfile import dump_model, load_model, shipped_models
-from lynnc.modelshape import from_dict
 from lynnc.plan import Options, Plan
 from lynnc.planfile import PLAN_FILE, load_plan
 from lynnc.runtime.weights.packedindex import MODEL_FILE
@@ -65,7 +64,7 @@ def find_subject(name: str, without: Sequence[str] = ()) -> Subject:
 
 def plan_model(plan: Plan, folder: Path) -> ModelSpec:
     """The model in a plan; PlanError if it is not the one whose digest the plan holds."""
-    spec = from_dict(plan.model, Place(str(folder / PLAN_FILE), "model"))
+    spec = model_of(plan, folder)
     if digest(dump_model(spec).encode()) != plan.model_digest:
         raise PlanError(
             f"{folder / PLAN_FILE}: the model does not fit its digest: "

@@ -18,15 +18,14 @@ from pathlib import Path
 
 import torch
 
+from lynnc.compiler import model_of
 from lynnc.engines.engine import Trace
 from lynnc.engines.interpreted import check_tokens
 from lynnc.engines.optrace import OpOutput, Reading, entry_of_section, ops_of_section, outputs_of
 from lynnc.errors import PlanError
-from lynnc.fields import Place
 from lynnc.ir import primitive_ops
 from lynnc.model import ModelSpec
-from lynnc.modelshape import from_dict
-from lynnc.planfile import PLAN_FILE, load_plan
+from lynnc.planfile import load_plan
 from lynnc.programs import PREFILL, program_rows
 from lynnc.readback import Readback, readback_of
 from lynnc.runtime.budget import DEFAULT_CONTEXT, Room
@@ -181,7 +180,7 @@ class Compiled:
 def compiled_engine(executor: Executor) -> Compiled:
     """An engine over an executor of one slot."""
     plan = executor.plan
-    spec = from_dict(plan.model, Place(PLAN_FILE, "model"))
+    spec = model_of(plan)
     label = f"{spec.name}, compiled for {plan.target}, on {executor.device.facts.name}"
     return Compiled(executor, spec, label, executor.context)
 
@@ -195,6 +194,6 @@ def open_compiled(
     progress: Progress | None = None,
 ) -> Compiled:
     """A plan of `lynnc compile` with the weights of a packed folder on a GPU; errors as of ``lynnc.runtime.load``."""
-    most = int(str(load_plan(plan_folder).model["context"]))
+    most = load_plan(plan_folder).longest_context
     room = Room(1, context or min(most, DEFAULT_CONTEXT))
     return compiled_engine(load(plan_folder, weights_folder, room, gpu=gpu, progress=progress))

@@ -15,14 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lynnc.build import build_graph
+from lynnc.compiler import model_of
 from lynnc.engines.interpreted import CHUNK, Interpreted
 from lynnc.errors import PlanError
-from lynnc.fields import Place
 from lynnc.ir import Graph
-from lynnc.modelshape import from_dict
 from lynnc.passes import run_passes
 from lynnc.plan import Options, Plan
-from lynnc.planfile import PLAN_FILE, load_plan
+from lynnc.planfile import load_plan
 from lynnc.programs import PREFILL, program_rows
 from lynnc.runtime.weights.packedfile import Packed, open_packed
 
@@ -55,7 +54,7 @@ def open_planned(folder: Path, weights: Path, context: int | None = None, device
     """The plan's graphs on its weights. PlanError for a damaged plan or one of another model than the weights."""
     plan, packed = load_plan(folder), open_packed(weights)
     check_weights(plan, packed)
-    spec = from_dict(plan.model, Place(str(folder / PLAN_FILE), "model"))
+    spec = model_of(plan, folder)
     values = {name: packed.values(name, device) for name in packed.weights}
     label = f"{plan.name}, its graph interpreted"
     return Planned(spec, values, label, context or spec.max_context, device=device, options=plan.options)

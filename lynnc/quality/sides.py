@@ -19,14 +19,13 @@ from pathlib import Path
 
 import torch
 
+from lynnc.compiler import model_of
 from lynnc.engines.engine import Engine
 from lynnc.engines.interpreted import open_interpreted
 from lynnc.engines.planned import open_planned
 from lynnc.engines.reference import open_reference, unquantised
 from lynnc.errors import DeviceError, OptionError
-from lynnc.fields import Place
 from lynnc.model import ModelSpec
-from lynnc.modelshape import from_dict
 from lynnc.planfile import PLAN_FILE, read_plan
 from lynnc.runtime.checkpoints.checkpoint import CONFIG, open_checkpoint
 from lynnc.runtime.weights.packedfile import open_packed
@@ -78,7 +77,7 @@ def find_side(folder: Path, weights: Path | None, device: str = AUTO) -> Side:
     if weights is None:
         raise OptionError(f"{folder} is a plan, which has no weights of its own: give its packed folder as --weights.")
     plan = read_plan(folder)
-    spec = from_dict(plan.model, Place(str(folder / PLAN_FILE), "model"))
+    spec = model_of(plan, folder)
     return Side(folder, kind, spec, weights, gpu=device != "cpu" and detect_gpu() is not None)
 
 

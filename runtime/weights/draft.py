@@ -60,7 +60,7 @@ def draft(resolved: Resolved, assignment: Assignment, shard_bytes: int, search: 
     divided = {item.weight.name for item in assignment.weights if item.has_divisor}
     layouts = place_arrays((item.weight for item in assignment.weights), divided, shard_bytes)
     index = _index(resolved, assignment, layouts, search)
-    index = replace(index, shards=tuple(_entry(layout, index) for layout in layouts))
+    index = replace(index, shards=shard_entries(layouts, index))
     return Draft(layouts, index, encode({"draft": index, "kept": resolved.kept, **_files(resolved.source.checkpoint)}))
 
 
@@ -80,7 +80,6 @@ def _files(checkpoint: Checkpoint) -> Mapping[str, object]:
 def _index(resolved: Resolved, assignment: Assignment, layouts: tuple[ShardLayout, ...], search: bool) -> PackedIndex:
     source = resolved.source
     text = dump_model(resolved.spec)
-    places = (place.name for layout in layouts for place in layout.arrays)
     files = [name for name in SIDE_FILES if (source.checkpoint.folder / name).is_file()]
     recognised = source.recognised
     return PackedIndex(
@@ -93,15 +92,23 @@ def _index(resolved: Resolved, assignment: Assignment, layouts: tuple[ShardLayou
         weights=weight_entries(item.weight for item in assignment.weights),
         origins={item.weight.name: item.origins() for item in assignment.weights},
         shards=(),
-        digests={name: EMPTY_DIGEST for name in places if not name.startswith(f"{PADDING}.")},
+        digests=empty_digests(layouts),
         skipped=assignment.skipped,
         files=(*files, MODEL_FILE),
         scale_search=search,
     )
 
 
-def _entry(layout: ShardLayout, index: PackedIndex) -> ShardEntry:
-    return ShardEntry(layout.name, len(shard_header(layout, shard_metadata(index, layout))) + layout.bytes)
+def shard_entries(layouts: tuple[ShardLayout, ...], index: PackedIndex) -> tuple[ShardEntry, ...]:
+    """The shards with their sizes; headers have that of the index."""
+    headers = (len(shard_header(layout, shard_metadata(index, layout))) for layout in layouts)
+    return tuple(ShardEntry(layout.name, size + layout.bytes) for layout, size in zip(layouts, headers, strict=True))
+
+
+def empty_digests(layouts: tuple[ShardLayout, ...]) -> dict[str, str]:
+    """A digest of the right length for every array that is no padding."""
+    names = (place.name for layout in layouts for place in layout.arrays)
+    return {name: EMPTY_DIGEST for name in names if not name.startswith(f"{PADDING}.")}
 
 
 def _pruned_layers(source: Source, kept: Kept) -> Mapping[str, tuple[int, ...]]:
