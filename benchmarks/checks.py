@@ -11,7 +11,6 @@ Example::
 
 from __future__ import annotations
 
-import ctypes
 import math
 import random
 import time
@@ -119,10 +118,10 @@ def check_repeats(executor: Executor, extent: Extent) -> Check:
     """A decode step from one state, again and again: token and logits have the bits of the first time."""
     prompt, given = tokens_of(executor, extent)
     _begin(executor, prompt)
-    states = save_states(executor)
+    states = executor.memory.save_states()
     found = []
     for _ in range(extent.repeats):
-        restore_states(executor, states)
+        executor.memory.restore_states(states)
         found.append((executor.step(rows_of(given[:1], len(prompt))), logits_of(executor, 1)))
     return Check("repeats_equal", sum(item == found[0] for item in found), len(found))
 
@@ -184,28 +183,15 @@ def decode_graph(executor: Executor, extent: Extent) -> list[int]:
 
 def tokens_of(executor: Executor, extent: Extent) -> tuple[list[int], list[int]]:
     """The prompt, and the tokens given to steps: the same in every run."""
-    vocabulary, chance = _vocabulary(executor), random.Random(0)
+    vocabulary, chance = executor.plan.vocabulary, random.Random(0)
     tokens = [chance.randrange(vocabulary) for _ in range(extent.prompt + extent.given)]
     return tokens[: extent.prompt], tokens[extent.prompt :]
 
 
 def logits_of(executor: Executor, rows: int) -> list[bytes]:
     """Bits of the logits of each row of the last step."""
-    data, size = executor.tensor("logits").read().tobytes(), _vocabulary(executor) * F32_BYTES
+    data, size = executor.tensor("logits").read().tobytes(), executor.plan.vocabulary * F32_BYTES
     return [data[row * size : (row + 1) * size] for row in range(rows)]
-
-
-def save_states(executor: Executor) -> Mapping[str, bytearray]:
-    """Contents of all states."""
-    return {name: bytearray(executor.tensor(name).read().tobytes()) for name in executor.plan.states}
-
-
-def restore_states(executor: Executor, states: Mapping[str, bytearray]) -> None:
-    """Writes contents that ``save_states`` gave."""
-    for name, data in states.items():
-        source = (ctypes.c_char * len(data)).from_buffer(data)
-        executor.device.upload(executor.tensor(name).address, ctypes.addressof(source), len(data))
-    executor.device.synchronize()
 
 
 def records_of(check: Check, setting: Setting) -> Iterator[Record]:
@@ -233,10 +219,6 @@ def _steps(executor: Executor, prompt: Sequence[int], given: Sequence[int], rows
 def _equal(name: str, found: Sequence[object], expected: Sequence[object], **params: Value) -> Check:
     alike = sum(one == other for one, other in zip(found, expected, strict=True))
     return Check(name, alike, len(expected), params)
-
-
-def _vocabulary(executor: Executor) -> int:
-    return int(str(executor.plan.model["vocabulary"]))
 
 
 def _setting(executor: Executor, plan: Path, compare_seconds: float) -> Setting:

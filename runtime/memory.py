@@ -73,6 +73,17 @@ class Memory:
         self.device.download(ctypes.addressof(ctypes.c_char.from_buffer(data)), address, len(data))
         self.device.synchronize()
 
+    def save_states(self) -> dict[str, bytearray]:
+        """Contents of all states, by name."""
+        return {name: bytearray(self.tensor(name).read().tobytes()) for name in self.plan.states}
+
+    def restore_states(self, states: Mapping[str, bytearray]) -> None:
+        """Writes contents that ``save_states`` gave; the lengths of sequences are the executor's."""
+        for name, data in states.items():
+            source = ctypes.addressof(ctypes.c_char.from_buffer(data))
+            self.device.upload(self.addresses.states[name], source, len(data))
+        self.device.synchronize()
+
     def tensor(self, name: str) -> DeviceTensor:
         """An input, output or state by name, with the rows of the largest loaded program; OptionError for another."""
         if name in self.plan.states:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -80,19 +79,6 @@ def executor_on(plan: Plan, source: WeightSource, room: Room, device: SimulatedD
 def meaning_device(plan: Plan, room: Room) -> SimulatedDevice:
     """A device on which steps of the plan run by their meaning."""
     return SimulatedDevice(runs=Meaning(plan, room).run)
-
-
-def states_of(executor: Executor) -> dict[str, bytearray]:
-    """Contents of all states."""
-    return {name: bytearray(executor.tensor(name).read().tobytes()) for name in executor.plan.states}
-
-
-def restore_states(executor: Executor, states: Mapping[str, bytearray]) -> None:
-    """Writes contents that ``states_of`` gave."""
-    for name, data in states.items():
-        source = (ctypes.c_char * len(data)).from_buffer(data)
-        executor.device.upload(executor.tensor(name).address, ctypes.addressof(source), len(data))
-        executor.device.synchronize()
 
 
 def logits_of(executor: Executor, rows: int = 1) -> torch.Tensor:

@@ -18,8 +18,6 @@ from executing import (
     logits_of,
     meaning_device,
     plan_for,
-    restore_states,
-    states_of,
 )
 from reference import Case, make
 from simulated import SimulatedDevice, record_only
@@ -110,7 +108,7 @@ def test_parts_have_memory_of_their_own_and_compute_the_step() -> None:
     executor = executor_for(DENSE)
     device = executor.device
     assert isinstance(device, SimulatedDevice)
-    taken, states = device.taken, states_of(executor)
+    taken, states = device.taken, executor.memory.save_states()
     parts = Parts(executor, "decode/1", context=8)
     logits = logits_of(executor)
     own = parts.own
@@ -122,7 +120,7 @@ def test_parts_have_memory_of_their_own_and_compute_the_step() -> None:
     for place in parts.program.tensors:
         if place.offset is None:
             assert own[place.name] == executor.memory.addresses.of(parts.program)[place.name]
-    restore_states(executor, states)
+    executor.memory.restore_states(states)
     executor.write_rows(rows_of([TOKEN], 8))
     executor.device.launch(executor.calls(parts.program, 1))
     assert logits_of(executor).equal(logits)

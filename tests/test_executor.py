@@ -17,8 +17,6 @@ from executing import (
     logits_of,
     meaning_device,
     plan_for,
-    restore_states,
-    states_of,
 )
 from reference import FAMILIES, LIMIT, PROMPT, Case, judged, make
 from runners import CONTEXT, check
@@ -110,13 +108,13 @@ def test_rows_of_a_step_are_single_rows_and_padding_changes_nothing(executor: Ex
 def test_launches_one_by_one_are_the_graph(executor: Executor) -> None:
     tokens = judged(TINY).tokens
     executor.prefill(tokens[:PROMPT])
-    states, row = states_of(executor), Row(tokens[PROMPT], PROMPT)
+    states, row = executor.memory.save_states(), Row(tokens[PROMPT], PROMPT)
     executor.launch(executor.program("decode/1"), [row])
-    logits, after = logits_of(executor), states_of(executor)
-    restore_states(executor, states)
+    logits, after = logits_of(executor), executor.memory.save_states()
+    executor.memory.restore_states(states)
     executor.step([row])
     assert torch.equal(logits_of(executor), logits)
-    assert states_of(executor) == after != states
+    assert executor.memory.save_states() == after != states
 
 
 def test_a_prompt_may_lie_on_the_gpu(executor: Executor) -> None:
@@ -134,11 +132,11 @@ def test_a_prompt_may_lie_on_the_gpu(executor: Executor) -> None:
 def test_what_states_hold_may_come_from_outside(executor: Executor) -> None:
     tokens = judged(TINY).tokens
     first = executor.prefill(tokens[:PROMPT])
-    states = states_of(executor)
+    states = executor.memory.save_states()
     expected = executor.decode(3)
     executor.reset()
     executor.prefill(tokens[3:8])
-    restore_states(executor, states)
+    executor.memory.restore_states(states)
     executor.assume(PROMPT, first)
     assert executor.decode(3) == expected
 

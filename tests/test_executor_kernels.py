@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import harness
 import pytest
 import torch
-from executing import executor_for, logits_of, restore_states, states_of
+from executing import executor_for, logits_of
 from meaning import few_splits
 from quick import quick_interpreter
 from reference import FAMILIES, LIMIT, PROMPT, Case, judged
@@ -70,12 +70,12 @@ def test_a_prompt_gives_the_logits_of_transformers() -> None:
 def test_rows_of_a_step_have_the_bits_of_single_rows_and_padding_changes_nothing() -> None:
     tokens = judged(DENSE).tokens
     executor, _ = after_prompt(DENSE)
-    states = states_of(executor)
+    states = executor.memory.save_states()
     singly = []
     for index in range(3):
         executor.step([Row(tokens[PROMPT + index], PROMPT + index)])
         singly.append(logits_of(executor))
-    restore_states(executor, states)
+    executor.memory.restore_states(states)
     executor.step([*rows_of(tokens[PROMPT : PROMPT + 3], PROMPT), PADDING_ROW])
     assert torch.equal(logits_of(executor, 3), torch.cat(singly))
 

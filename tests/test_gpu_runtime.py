@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from executing import HostWeights, follow_executor, logits_of, restore_states, states_of
+from executing import HostWeights, follow_executor, logits_of
 from packing import packed_to, written
 from reference import FAMILIES, LIMIT, PROMPT, Case, judged, make
 from runners import CONTEXT, check
@@ -106,43 +106,43 @@ def test_tokens_and_logits_are_those_of_transformers(loaded: tuple[Case, Executo
 
 def test_a_graph_has_the_bits_of_single_launches(running: tuple[Case, Executor]) -> None:
     case, executor = running
-    states, row = states_of(executor), Row(judged(case).tokens[PROMPT], PROMPT)
+    states, row = executor.memory.save_states(), Row(judged(case).tokens[PROMPT], PROMPT)
     executor.launch(executor.program("decode/1"), [row])
-    logits, after = logits_of(executor), states_of(executor)
-    restore_states(executor, states)
+    logits, after = logits_of(executor), executor.memory.save_states()
+    executor.memory.restore_states(states)
     executor.step([row])
     assert torch.equal(logits_of(executor), logits)
-    assert states_of(executor) == after
+    assert executor.memory.save_states() == after
 
 
 def test_a_step_has_the_same_bits_every_time(running: tuple[Case, Executor]) -> None:
     case, executor = running
-    states, row = states_of(executor), Row(judged(case).tokens[PROMPT], PROMPT)
+    states, row = executor.memory.save_states(), Row(judged(case).tokens[PROMPT], PROMPT)
     found = []
     for _ in range(REPEATS):
-        restore_states(executor, states)
+        executor.memory.restore_states(states)
         chosen = executor.step([row])
-        found.append((chosen, logits_of(executor).numpy().tobytes(), states_of(executor)))
+        found.append((chosen, logits_of(executor).numpy().tobytes(), executor.memory.save_states()))
     assert all(item == found[0] for item in found)
 
 
 def test_rows_of_a_step_have_the_bits_of_single_rows(running: tuple[Case, Executor]) -> None:
     case, executor = running
-    tokens, states = judged(case).tokens, states_of(executor)
+    tokens, states = judged(case).tokens, executor.memory.save_states()
     singly, after = [], []
     for index in range(max(ROWS)):
         executor.step([Row(tokens[PROMPT + index], PROMPT + index)])
         singly.append(logits_of(executor))
-        after.append(states_of(executor))
+        after.append(executor.memory.save_states())
     for count in ROWS:
-        restore_states(executor, states)
+        executor.memory.restore_states(states)
         executor.step(rows_of(tokens[PROMPT : PROMPT + count], PROMPT))
         assert torch.equal(logits_of(executor, count), torch.cat(singly[:count])), f"decode/{count}"
-        assert states_of(executor) == after[count - 1], f"decode/{count}"
-    restore_states(executor, states)
+        assert executor.memory.save_states() == after[count - 1], f"decode/{count}"
+    executor.memory.restore_states(states)
     executor.step([*rows_of(tokens[PROMPT : PROMPT + 3], PROMPT), PADDING_ROW])
     assert torch.equal(logits_of(executor, 3), torch.cat(singly[:3]))
-    assert states_of(executor) == after[2], "a padding row has stored something"
+    assert executor.memory.save_states() == after[2], "a padding row has stored something"
 
 
 def test_slots_and_streams_give_what_decoding_gives(running: tuple[Case, Executor]) -> None:
