@@ -12,15 +12,15 @@ Example::
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 
 import click
 import torch
+from gputiming import time_on_gpu
 
 from lynnc.bench.kernels import Parts, label_of
 from lynnc.bench.records import Record, setting_of, write_records
-from lynnc.bench.timing import Effort, Timing, timing_of
+from lynnc.bench.timing import Effort, Timing
 from lynnc.runtime import Room, load
 from lynnc.runtime.executor import DECODE
 from lynnc.runtime.loading.generated import GeneratedWeights
@@ -87,16 +87,9 @@ def time_torch(rows: int, columns: int, unlike: int, times: int) -> Timing:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         kept = [torch.mv(weight, x) for weight in weights * times]
-    seconds = []
-    for _ in range(REPEATS + 1):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        graph.replay()
-        last.record()
-        torch.cuda.synchronize()
-        seconds.append(first.elapsed_time(last) / 1e3)
-    assert len(kept) == unlike * times and statistics.median(seconds) > 0
-    return timing_of(seconds[1:]).over(len(kept))
+    timing = time_on_gpu(graph.replay, REPEATS)
+    assert len(kept) == unlike * times and timing.median > 0
+    return timing.over(len(kept))
 
 
 def _command(plan: Path) -> str:

@@ -16,9 +16,10 @@ import click
 import torch
 import triton
 import triton.language as tl
+from gputiming import time_on_gpu
 
 from lynnc.bench.records import setting_on, write_records
-from lynnc.bench.timing import Timing, timing_of
+from lynnc.bench.timing import Timing
 from lynnc.runtime.cudadevice import open_device
 
 BYTES = 4 << 30
@@ -39,16 +40,12 @@ def _read(words, sums, tiles, programs, BLOCK: tl.constexpr):  # type: ignore[no
 def time_shape(words: torch.Tensor, block: int, warps: int, programs: int) -> Timing:
     """Seconds to read all words once; the sum is compared with torch's."""
     sums = torch.zeros(programs, dtype=torch.int64, device="cuda")
-    seconds = []
-    for _ in range(REPEATS + 1):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        _read[(programs,)](words, sums, len(words) // block, programs, BLOCK=block, num_warps=warps)
-        last.record()
-        torch.cuda.synchronize()
-        seconds.append(first.elapsed_time(last) / 1e3)
+    tiles = len(words) // block
+    timing = time_on_gpu(
+        lambda: _read[(programs,)](words, sums, tiles, programs, BLOCK=block, num_warps=warps), REPEATS
+    )
     assert int(sums.sum()) == int(words.sum()), "the kernel did not read everything"
-    return timing_of(seconds[1:])
+    return timing
 
 
 @click.command()

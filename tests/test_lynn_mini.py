@@ -29,8 +29,8 @@ sys.path.insert(0, str(ROOT / "benchmarks" / "mini"))
 
 from corpus import divide  # noqa: E402
 from evaluation import HeldOut, evaluate  # noqa: E402
-from network import MtpHead, Recorder, cut_experts, new_model  # noqa: E402
-from report import build, tensors_in  # noqa: E402
+from network import MtpHead, Recorder, cut_experts, new_model, tensors_in  # noqa: E402
+from report import build  # noqa: E402
 
 MODELS = ("lynn-mini", "lynn-mini-pruned")
 MOST_BYTES = 12_000_000

@@ -12,13 +12,15 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as library
@@ -26,6 +28,8 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as library
 from lynnc.model import Mixer, ModelSpec
 
 MTP_LAYER = "full_attention"
+MTP_PREFIX = "mtp."
+"""What stands before the draft head's names in a checkpoint."""
 
 
 def config_of(spec: ModelSpec) -> Qwen3_5MoeTextConfig:
@@ -145,6 +149,19 @@ def cut_experts(layers: Sequence[Any], kept: Sequence[Sequence[int]]) -> None:
             values = getattr(owner, name).detach()
             setattr(owner, name, nn.Parameter(values[index.to(values.device)].clone()))
         block.gate.num_experts = block.experts.num_experts = len(ids)
+
+
+def load_values(model: Any, head: MtpHead, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Puts a checkpoint's tensors, by their names there, into a model and its draft head."""
+    model.load_state_dict({name: value for name, value in tensors.items() if not name.startswith(MTP_PREFIX)})
+    head.load_state_dict(
+        {name.removeprefix(MTP_PREFIX): value for name, value in tensors.items() if name.startswith(MTP_PREFIX)}
+    )
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint folder."""
+    return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
 
 
 class Recorder(AbstractContextManager["Recorder"]):

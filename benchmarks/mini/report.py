@@ -21,8 +21,7 @@ from typing import Any
 import click
 import torch
 from evaluation import HeldOut, evaluate
-from network import MtpHead, Recorder, cut_experts, new_model
-from safetensors.torch import load_file
+from network import MTP_PREFIX, MtpHead, Recorder, cut_experts, load_values, new_model, tensors_in
 from train import load_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -34,7 +33,6 @@ from lynnc.runtime.weights.pack import PackRequest, pack
 from lynnc.runtime.weights.unpack import unpack
 
 PACKAGES = ("lynnc", "torch", "transformers")
-MTP = "mtp."
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +44,11 @@ class Variant:
     bytes: int
 
 
-def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint."""
-    return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
-
-
 def variants(trained: Path, spec: ModelSpec, scratch: Path) -> Iterator[Variant]:
     """BF16 as trained, then what is left of it after packing; the draft head stays BF16."""
     original = tensors_in(trained)
-    own = {name: value for name, value in original.items() if not name.startswith(MTP)}
-    head = {name: value for name, value in original.items() if name.startswith(MTP)}
+    own = {name: value for name, value in original.items() if not name.startswith(MTP_PREFIX)}
+    head = {name: value for name, value in original.items() if name.startswith(MTP_PREFIX)}
     yield Variant("bf16", original, sum(value.nbytes for value in own.values()))
     for label, search in (("packed", False), ("packed, scales searched for", True)):
         packed, back = scratch / f"packed-{search}", scratch / f"back-{search}"
@@ -71,9 +64,7 @@ def build(spec: ModelSpec, tensors: dict[str, torch.Tensor]) -> tuple[Any, MtpHe
     head = MtpHead(model.config)
     assert spec.moe is not None
     cut_experts(model.model.layers, [range(count) for count in spec.moe.experts])
-    own = {name: value for name, value in tensors.items() if not name.startswith(MTP)}
-    model.load_state_dict(own)
-    head.load_state_dict({name.removeprefix(MTP): value for name, value in tensors.items() if name.startswith(MTP)})
+    load_values(model, head, tensors)
     return model, head
 
 

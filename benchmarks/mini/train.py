@@ -28,8 +28,8 @@ import torch
 import transformers
 from corpus import END, collect, divide, sample
 from evaluation import HeldOut, both_logits, cross_entropy, evaluate
-from network import MtpHead, Recorder, cut_experts, new_model
-from safetensors.torch import load_file, save_file
+from network import MTP_PREFIX, MtpHead, Recorder, cut_experts, load_values, new_model, tensors_in
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as library
 
@@ -116,7 +116,7 @@ def train(wish: Wish, settings: Settings) -> None:
     network = new_model(spec, settings.seed)
     head = MtpHead(network.config)
     if wish.origin:
-        read_checkpoint(wish.origin, network, head)
+        load_values(network, head, tensors_in(wish.origin))
     if wish.experts:
         kept = read_expert_spec(wish.experts).kept
         assert kept is not None, f"{wish.experts} does not say which experts are kept"
@@ -267,7 +267,7 @@ class Training:
 
 def tensors_of(model: Any, head: MtpHead) -> dict[str, torch.Tensor]:
     """Every tensor by its name in a published checkpoint, in the type that it has there."""
-    named = {**model.state_dict(), **{f"mtp.{name}": value for name, value in head.state_dict().items()}}
+    named = {**model.state_dict(), **{f"{MTP_PREFIX}{name}": value for name, value in head.state_dict().items()}}
     return {
         name: (value.float() if name.endswith(KEEP_FP32) else value.bfloat16()).cpu().contiguous()
         for name, value in named.items()
@@ -296,16 +296,6 @@ def write_checkpoint(folder: Path, spec: ModelSpec, model: Any, head: MtpHead) -
         (folder / EXPERT_SPEC).write_text(
             json.dumps({"hf_vanilla_compatible": False, "remaining_experts_by_layer": counts}) + "\n"
         )
-
-
-def read_checkpoint(folder: Path, model: Any, head: MtpHead) -> None:
-    """The weights of an earlier training."""
-    found = {
-        name: value for path in sorted(folder.glob("model-*.safetensors")) for name, value in load_file(path).items()
-    }
-    own = {name: value for name, value in found.items() if not name.startswith("mtp.")}
-    model.load_state_dict(own)
-    head.load_state_dict({name.removeprefix("mtp."): found[name] for name in found if name.startswith("mtp.")})
 
 
 if __name__ == "__main__":
