@@ -61,7 +61,7 @@ class Compiled:
 
 
 def fused_graph(spec: ModelSpec, program: str, without: tuple[str, ...] = ()) -> Graph:
-    """The fused graph of a program (``decode/1`` .. ``decode/8`` or ``prefill``)."""
+    """The fused graph of a program (``decode/1`` .. ``decode/8``, ``prefill/N`` or ``prefill``)."""
     return run_passes(model_graph(spec, program), without)
 
 
@@ -78,7 +78,8 @@ def graph_of(plan: Plan, program: str) -> Graph:
 def model_graph(spec: ModelSpec, program: str) -> Graph:
     """The model stage graph of a program; OptionError for a name that is no program."""
     rows = program_rows(program)
-    return verify(build_graph(spec, T if rows is None else rows))
+    graph = build_graph(spec, T if rows is None else rows)
+    return verify(replace(graph, program=program))
 
 
 def lower_programs(spec: ModelSpec, request: Request) -> dict[str, tuple[Graph, Lowered]]:

@@ -19,6 +19,7 @@ from lynnc.errors import GraphError
 from lynnc.ir import Graph, Op, T
 from lynnc.kernels.kernel import Binding, Source
 from lynnc.plan import Argument, KernelEntry, Launch, Program
+from lynnc.programs import most_rows
 from lynnc.render import render
 from lynnc.target import Target
 
@@ -53,7 +54,7 @@ def lower(graph: Graph, choices: Sequence[KernelChoice], target: Target, prefill
         calls[facts] = call
         grid = (dim_text(binding.grid[0]), dim_text(binding.grid[1]), dim_text(binding.grid[2]))
         launches.append(Launch(op.name, op.kind, call.entry.key, grid, _arguments(binding)))
-    max_rows = prefill_rows if graph.rows == T else int(graph.rows)
+    max_rows = (most_rows(graph.program) or prefill_rows) if graph.rows == T else int(graph.rows)
     places, workspace = place_tensors(graph, max_rows)
     program = Program(
         name=graph.program,

@@ -152,7 +152,10 @@ class Options:
     without: tuple[str, ...] = ()
     knobs: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     prefill_rows: int = 2048
-    programs: tuple[str, ...] = ("decode/1", "decode/2", "decode/4", "decode/8", "prefill")
+    programs: tuple[str, ...] = (
+        *("decode/1", "decode/2", "decode/4", "decode/8"),
+        *("prefill/16", "prefill/64", "prefill/512", "prefill"),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from lynnc.errors import DeviceError, OptionError, PlanError
 from lynnc.plan import Plan, Program
-from lynnc.programs import MOST_DECODE_ROWS, PREFILL
+from lynnc.programs import MOST_DECODE_ROWS, PREFILL, prefill_programs
 from lynnc.runtime.budget import Budget, Room
 from lynnc.runtime.calls import calls_of
 from lynnc.runtime.device import Call, Device, KernelFacts, StepGraph
@@ -89,15 +89,17 @@ class Executor:
         ``tokens`` may also be I32 on the GPU (anything with ``__cuda_array_interface__``). OptionError if they are no
         tokens of the model or too many for the context.
         """
-        program = self.program(PREFILL)
         given = ints_of(tokens, self.device)
         start = self.lengths[self._checked_slot(slot)]
         self._check_room(start, len(given), slot)
         self._check_tokens(given)
         end = start + len(given)
         with self.advancing({slot: end}):
-            for first in range(0, len(given), program.max_rows):
+            first = 0
+            while first < len(given):
+                program = self._prefill_program(len(given) - first)
                 self._launch(program, rows_of(given[first : first + program.max_rows], start + first, slot))
+                first += program.max_rows
             self.memory.keep_token(slot, end)
             self.device.synchronize()
         return self.memory.history[slot * self.context + end]
@@ -252,6 +254,12 @@ class Executor:
                 "programs of its room."
             )
         return found
+
+    def _prefill_program(self, rows: int) -> Program:
+        """The smallest loaded program that runs ``rows`` rows of a prompt in one step, else the largest."""
+        names = prefill_programs(self.room.programs or self.plan.programs)
+        programs = sorted((self.program(name) for name in names or (PREFILL,)), key=lambda program: program.max_rows)
+        return next((program for program in programs if program.max_rows >= rows), programs[-1])
 
     def tensor(self, name: str) -> DeviceTensor:
         """An input, output or state in GPU memory, without a copy: ``torch.as_tensor`` takes it."""

@@ -23,7 +23,7 @@ from lynnc.runtime.loading.weightsource import PlacedWeights, Progress, WeightSo
 from lynnc.runtime.rows import rows_of
 from lynnc.target import find_target
 
-PROGRAMS = ("decode/1", "decode/2", "decode/4", "prefill")
+PROGRAMS = ("decode/1", "decode/2", "decode/4", "prefill/16", "prefill")
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from lynnc.interpret import TORCH_DTYPE, Run, run_op
 from lynnc.ir import DType, Graph, Op, T
 from lynnc.modelshape import from_dict
 from lynnc.plan import Launch, Plan, Program
-from lynnc.programs import PREFILL, program_rows
+from lynnc.programs import prefill_programs, program_rows
 from lynnc.runtime.budget import Room
 from lynnc.runtime.device import Call
 from lynnc.runtime.executor import Executor
@@ -86,7 +86,9 @@ class Meaning:
         rows = calls[0].grid[0]
         name = f"decode/{rows}"
         if [call.kernel for call in calls] != [launch.kernel for launch in self.launches(name)[: len(calls)]]:
-            name = PREFILL
+            name = next(
+                name for name in prefill_programs(self.plan.programs) if rows <= self.plan.programs[name].max_rows
+            )
         graph = self.graph(name)
         pairs = zip(graph.ops, self.plan.programs[name].launches, strict=True)
         return [(graph, op, launch, rows) for op, launch in pairs]

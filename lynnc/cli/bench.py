@@ -25,7 +25,7 @@ from lynnc.cli.progress import bytes_bar
 from lynnc.cli.subject import Subject, find_subject
 from lynnc.errors import OptionError
 from lynnc.outputfile import check_file
-from lynnc.programs import PREFILL
+from lynnc.programs import prefill_programs
 from lynnc.runtime.cudadevice import open_device
 from lynnc.runtime.executor import DECODE
 from lynnc.runtime.loader import programs_of
@@ -170,7 +170,7 @@ def _say(what: str) -> None:
 def _wish(arguments: Arguments) -> Wish:
     contexts = _contexts(USUAL_CONTEXTS if arguments.contexts is None else arguments.contexts)
     programs = parse_programs(arguments.programs)
-    if PREFILL in programs:
+    if prefill_programs(programs):
         raise OptionError(f"--programs {arguments.programs}: prompts are not measured; name decode/1 to decode/8.")
     if DECODE not in programs and (arguments.kernels or arguments.breakdown or arguments.census or arguments.peer):
         raise OptionError(

@@ -20,7 +20,8 @@ from lynnc.kernels.kernel import Kernel
 from lynnc.kernels.table import KERNELS
 from lynnc.modelfile import shipped_models
 from lynnc.passes import PIPELINE, check_pass_names
-from lynnc.programs import program_rows
+from lynnc.plan import Options
+from lynnc.programs import prefill_programs, program_rows
 from lynnc.store import default_store_path
 from lynnc.target import DEVICES, TARGETS, Device, Target, default_device, find_device, find_target
 from lynnc.tools import detect_gpu
@@ -175,13 +176,17 @@ def complete_knobs(ctx: click.Context, param: click.Parameter, incomplete: str) 
 def complete_programs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """The last name of a list of programs."""
     done, comma, last = incomplete.rpartition(",")
-    known = (*(f"decode/{rows}" for rows in (1, 2, 4, 8)), "prefill")
+    known = Options().programs
     return [f"{done}{comma}{name}" for name in known if name.startswith(last) and name not in done.split(",")]
 
 
 def complete_program(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """The name of one program."""
-    return [name for name in (*(f"decode/{rows}" for rows in range(1, 9)), "prefill") if name.startswith(incomplete)]
+    return [
+        name
+        for name in (*(f"decode/{rows}" for rows in range(1, 9)), *prefill_programs(Options().programs))
+        if name.startswith(incomplete)
+    ]
 
 
 def destination_options(function: Function) -> Function:

@@ -26,7 +26,7 @@ from lynnc.errors import PlanError
 from lynnc.ir import primitive_ops
 from lynnc.model import ModelSpec
 from lynnc.planfile import load_plan
-from lynnc.programs import PREFILL, program_rows
+from lynnc.programs import prefill_programs, program_rows
 from lynnc.readback import Readback, readback_of
 from lynnc.runtime.budget import DEFAULT_CONTEXT, Room
 from lynnc.runtime.executor import Executor
@@ -92,7 +92,7 @@ class Compiled:
 
     def begin(self, prompt: Sequence[int]) -> torch.Tensor:
         """Appends tokens by the prefill program, if there is one; FP32 logits [vocabulary] of what follows the last."""
-        if PREFILL not in self._programs:
+        if not prefill_programs(self._programs):
             return self.append(prompt)[-1]
         check_tokens(self.spec, prompt, self.length, self.context)
         self.executor.prefill(prompt)

@@ -22,7 +22,7 @@ from lynnc.ir import Graph
 from lynnc.passes import run_passes
 from lynnc.plan import Options, Plan
 from lynnc.planfile import load_plan
-from lynnc.programs import PREFILL, program_rows
+from lynnc.programs import PREFILL, prefill_programs, program_rows
 from lynnc.runtime.weights.packedfile import Packed, open_packed
 
 USUAL = Options()
@@ -36,7 +36,7 @@ class Planned(Interpreted):
     options: Options = USUAL
 
     def _rows(self, left: int) -> int:
-        if left > 1 and PREFILL in self.options.programs:
+        if left > 1 and prefill_programs(self.options.programs):
             return min(left, CHUNK, self.options.prefill_rows)
         rows = [program_rows(name) or 1 for name in self.options.programs]
         return max((count for count in rows if count <= left), default=min(left, CHUNK))
@@ -44,7 +44,8 @@ class Planned(Interpreted):
     def _graph(self, rows: int) -> Graph:
         if rows not in self._graphs:
             graph = build_graph(self.spec, rows)
-            if f"decode/{rows}" not in self.options.programs or (rows > 1 and PREFILL in self.options.programs):
+            of_prompts = bool(prefill_programs(self.options.programs))
+            if f"decode/{rows}" not in self.options.programs or (rows > 1 and of_prompts):
                 graph = replace(graph, program=PREFILL)
             self._graphs[rows] = run_passes(graph, self.options.without)
         return self._graphs[rows]

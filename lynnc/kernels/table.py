@@ -6,6 +6,7 @@ from lynnc.errors import GraphError
 from lynnc.ir import Graph, Op
 from lynnc.kernels import attention, experts, gdn, gemm, greedy, linear, mlp, moe, simple
 from lynnc.kernels.kernel import Family, Kernel
+from lynnc.programs import is_prefill
 
 KERNELS: tuple[Kernel, ...] = (
     *linear.KERNELS,
@@ -22,7 +23,7 @@ KERNELS: tuple[Kernel, ...] = (
 
 def kernel_for(graph: Graph, op: Op) -> Kernel:
     """The kernel of an op: one of the program's own family before one that serves any."""
-    family = Family.PREFILL if graph.program == "prefill" else Family.DECODE
+    family = Family.PREFILL if is_prefill(graph.program) else Family.DECODE
     fitting = [kernel for kernel in KERNELS if op.kind in kernel.patterns and kernel.family in (family, Family.ANY)]
     if not fitting:
         raise GraphError(

@@ -24,6 +24,7 @@ from lynnc.passes.fuse_projections import fuse_projections
 from lynnc.passes.fuse_residual import fuse_residual
 from lynnc.passes.split_argmax import split_argmax
 from lynnc.passes.split_attention import split_attention
+from lynnc.programs import is_prefill
 from lynnc.verify import verify
 
 
@@ -74,10 +75,10 @@ def check_pass_names(names: Collection[str]) -> None:
 def run_passes(graph: Graph, without: Collection[str] = ()) -> Graph:
     """The ``fused`` stage of a ``model`` stage graph; every result is verified."""
     check_pass_names(without)
-    is_prefill = graph.program == "prefill"
+    of_prompts = is_prefill(graph.program)
     graph = replace(graph, stage=Stage.FUSED)
     for step in PIPELINE:
-        if step.name in without or (is_prefill and not step.in_prefill):
+        if step.name in without or (of_prompts and not step.in_prefill):
             continue
         graph = verify(step.run(graph), after=step.name)
     return graph
