@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -31,6 +32,7 @@ from lynnc.ir import Format
 from lynnc.model import ModelSpec, PrecisionSpec
 from lynnc.modelfile import dump_model, load_model
 from lynnc.passes import PIPELINE
+from lynnc.tools import detect_gpu
 
 PACKAGES = ("lynnc", "torch")
 FORMATS: Mapping[str, Mapping[str, Format]] = {
@@ -65,16 +67,17 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "lynnc.cli", *(str(argument) for argument in arguments)]
 
 
-def passes(packed: Path, scratch: Path) -> Iterator[Case]:
-    """The whole pipeline, then each pass of it."""
-    whole = scratch / "whole.plan"
+def passes(packed: Path, scratch: Path, jobs: int) -> Iterator[Case]:
+    """The whole pipeline, then each pass of it; ``jobs`` plans are compiled at once."""
     options = ("compile", packed, "--target", TARGET, "--programs", "decode/1,decode/8,prefill", "-o")
+    names = [item.name for item in PIPELINE]
+    whole, *plans = (scratch / f"{name}.plan" for name in ("whole", *(f"without-{name}" for name in names)))
     lynnc(*options, whole)
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(lambda name, plan: lynnc(*options, plan, "--without", name), names, plans))
     yield Case("all passes", (str(packed), str(whole), "--weights", str(packed), "--kind", "fusion"))
-    for item in PIPELINE:
-        plan = scratch / f"without-{item.name}.plan"
-        lynnc(*options, plan, "--without", item.name)
-        yield Case(f"pass {item.name}", (str(plan), str(whole), "--weights", str(packed), "--kind", "fusion"))
+    for name, plan in zip(names, plans, strict=True):
+        yield Case(f"pass {name}", (str(plan), str(whole), "--weights", str(packed), "--kind", "fusion"))
 
 
 def formats(trained: Path, spec: ModelSpec, scratch: Path) -> Iterator[Case]:
@@ -97,8 +100,7 @@ def changed_formats(spec: ModelSpec, changed: Mapping[str, Format]) -> Precision
 
 def judge(case: Case, scratch: Path, common: Sequence[object]) -> dict[str, Any]:
     """The report of one gate, with its time; a FAIL is a result like any other."""
-    document = scratch / "report.json"
-    document.unlink(missing_ok=True)
+    document = scratch / f"{case.name}.json"
     started = time.perf_counter()
     done = subprocess.run(command("gate", *case.arguments, *common, "-o", document), capture_output=True, text=True)
     if not document.exists():
@@ -115,28 +117,52 @@ def records_of(found: Mapping[str, Any], bench: Bench, said: str) -> Iterator[Re
         yield bench.record(f"{check['name']}, limit {check['limit']:g}", [float(check["value"])], check["name"], said)
 
 
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Where the records go, the model that they are about, and the command that makes them again."""
+
+    output: Path | None
+    model: str
+    said: str
+
+
+def judge_all(cases: Sequence[Case], scratch: Path, common: Sequence[object], jobs: int, report: Report) -> None:
+    """Runs the gates, ``jobs`` at once, and writes what is known after each."""
+    records: list[Record] = []
+    with ThreadPoolExecutor(jobs) as pool:
+        for case, found in zip(cases, pool.map(lambda case: judge(case, scratch, common), cases), strict=True):
+            gpu = detect_gpu()
+            how = {"model": report.model, "case": case.name, "how": found["candidate"]["how"]}
+            how["gpu"] = gpu.name if gpu else ""
+            records += list(records_of(found, Bench(scratch, how, PACKAGES), report.said))
+            click.echo(f"{case.name}: {found['verdict']} in {found['seconds']:.0f} s")
+            if report.output:
+                report.output.write_text(records_text(records))
+
+
 @click.command()
 @click.argument("trained", type=click.Path(exists=True, path_type=Path))
 @click.argument("packed", type=click.Path(exists=True, path_type=Path))
 @click.option("--tokens", default=64, show_default=True, help="Ids behind each prompt.")
 @click.option("--text-tokens", default=4096, show_default=True, help="Tokens of the held-out text.")
 @click.option("--device", default="auto", show_default=True, help="As in `lynnc gate`.")
+@click.option("--only", type=click.Choice(["formats", "passes"]), help="Leave the others out.")
+@click.option("--jobs", default=1, show_default=True, help="Gates at once; what they say of speed is of no use then.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="File for the JSON list of records.")
-def main(trained: Path, packed: Path, tokens: int, text_tokens: int, device: str, output: Path | None) -> None:
+def main(trained: Path, packed: Path, only: str | None, jobs: int, output: Path | None, **effort: Any) -> None:
     """Judge every pass and format of the model in PACKED, which was made of TRAINED."""
-    text = packed / "heldout.txt"
-    common = ("--text", text, "--tokens", tokens, "--text-tokens", text_tokens, "--device", device)
-    said = f"python benchmarks/mini/gates.py trained {packed} --tokens {tokens} --text-tokens {text_tokens}"
-    spec, records = load_model(packed / "model.yaml"), []
+    options = [(f"--{name.replace('_', '-')}", value) for name, value in effort.items()]
+    common = ("--text", packed / "heldout.txt", *chain.from_iterable(options))
+    said = f"python benchmarks/mini/gates.py trained {packed} --tokens {effort['tokens']} "
+    said += f"--text-tokens {effort['text_tokens']}"
+    spec = load_model(packed / "model.yaml")
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        for case in chain(formats(trained, spec, scratch), passes(packed, scratch)):
-            found = judge(case, scratch, common)
-            bench = Bench(scratch, {"model": spec.name, "case": case.name, "how": found["candidate"]["how"]}, PACKAGES)
-            records += list(records_of(found, bench, said))
-            click.echo(f"{case.name}: {found['verdict']} in {found['seconds']:.0f} s")
-            if output:
-                output.write_text(records_text(records))
+        cases = [
+            *(formats(trained, spec, scratch) if only != "passes" else ()),
+            *(passes(packed, scratch, jobs) if only != "formats" else ()),
+        ]
+        judge_all(cases, scratch, common, jobs, Report(output, spec.name, said))
 
 
 if __name__ == "__main__":
