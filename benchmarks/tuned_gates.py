@@ -11,6 +11,7 @@ Example::
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,8 @@ from lynnc.target import find_device
 PROGRAMS = "decode/1,decode/8,prefill"
 TOKENIZER = Path(__file__).parents[1] / "models" / "lynn-mini" / "tokenizer.json"
 """Any tokenizer with a smaller vocabulary than the model's will do: the weights mean nothing."""
+UNTRAINED = {"divergent_share": 1.0, "agreement": 0.95}
+"""Limits that do not hold for random weights: such a model is never sure of the next token."""
 
 
 @click.command()
@@ -51,7 +54,9 @@ def main(model: str, device: str, layers: int, context: int, output: Path | None
         subprocess.run([sys.executable, str(folder), str(tuned), str(packed)], check=True, stdout=subprocess.DEVNULL)
         case = Case(f"records {device}", (str(usual), str(tuned), "--weights", str(packed), "--kind", "tuning"))
         said = f"python benchmarks/tuned_gates.py {model} --device {device} --layers {layers} --context {context}"
-        common = ("--tokenizer", TOKENIZER, "--context", context)
+        limits = scratch / "limits.json"
+        limits.write_text(json.dumps({"tuning": UNTRAINED}))
+        common = ("--tokenizer", TOKENIZER, "--context", context, "--thresholds", limits)
         judge_all([case], scratch, common, 1, Report(output, spec.name, said))
 
 

@@ -108,7 +108,7 @@ def test_what_is_no_number_keeps_no_limit(value: float) -> None:
 
 def test_kinds_go_from_strict_to_loose() -> None:
     kinds = list(KINDS.values())
-    assert list(KINDS) == ["bit-exact", "tuning", "fusion", "quantisation"]
+    assert list(KINDS) == ["bit-exact", "tuning", "fusion", "compilation", "quantisation"]
     for name in ("divergent_share", "noise", "mean_kl", "max_kl", "bits_per_byte", "layer_l2", "most_l2", "op_l2"):
         found = [getattr(kind, name) for kind in kinds]
         assert found == sorted(found) and found[0] == 0

@@ -75,7 +75,8 @@ def passes(packed: Path, scratch: Path, jobs: int) -> Iterator[Case]:
     lynnc(*options, whole)
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(lambda name, plan: lynnc(*options, plan, "--without", name), names, plans))
-    yield Case("all passes", (str(packed), str(whole), "--weights", str(packed), "--kind", "fusion"))
+    kind = "compilation" if detect_gpu() else "fusion"
+    yield Case("all passes", (str(packed), str(whole), "--weights", str(packed), "--kind", kind))
     for name, plan in zip(names, plans, strict=True):
         yield Case(f"pass {name}", (str(plan), str(whole), "--weights", str(packed), "--kind", "fusion"))
 
@@ -100,7 +101,7 @@ def changed_formats(spec: ModelSpec, changed: Mapping[str, Format]) -> Precision
 
 def judge(case: Case, scratch: Path, common: Sequence[object]) -> dict[str, Any]:
     """The report of one gate, with its time; a FAIL is a result like any other."""
-    document = scratch / f"{case.name}.json"
+    document = scratch / f"{case.name.replace(' ', '-')}.json"
     started = time.perf_counter()
     done = subprocess.run(command("gate", *case.arguments, *common, "-o", document), capture_output=True, text=True)
     if not document.exists():

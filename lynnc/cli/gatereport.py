@@ -35,7 +35,7 @@ def print_report(report: Report, base: Side, candidate: Side) -> None:
 
 def _print_prompts(report: Report) -> None:
     runs = report.findings.greedy.runs
-    counts = Counter((run.prompt.kind, outcome_of(run, report.widest)) for run in runs)
+    counts = Counter((run.prompt.kind, outcome_of(run, report.widest(run))) for run in runs)
     kinds = dict.fromkeys(run.prompt.kind for run in runs)
     rows = [[kind, *(str(counts[kind, outcome]) for outcome in Outcome)] for kind in kinds]
     columns: list[Column] = [text("prompts"), *(number(str(outcome)) for outcome in Outcome)]
@@ -43,7 +43,8 @@ def _print_prompts(report: Report) -> None:
     noise = report.findings.greedy.noise
     click.echo(
         f"noise of the logits: RMS {noise.rms:.3g} ({_shown(noise.relative)} of the base's), largest "
-        f"{noise.largest:.3g}, over {noise.positions:,} positions; it explains gaps up to {report.widest:.3g}\n"
+        f"{noise.largest:.3g}, over {noise.positions:,} positions; that of a prompt explains gaps up to "
+        f"{max(map(report.widest, runs), default=0.0):.3g}\n"
     )
     differing = [run for run in runs if run.flips]
     columns = [text("prompt"), number("position"), number("margin"), number("gap"), text("")]
@@ -52,8 +53,8 @@ def _print_prompts(report: Report) -> None:
 
 def _difference(run: PromptRun, report: Report) -> list[str]:
     """The first difference; of a wrong prompt the first that is wrong."""
-    shown: Flip = first_wrong(run, report.widest) or run.flips[0]
-    outcome = classify(shown, report.widest)
+    shown: Flip = first_wrong(run, report.widest(run)) or run.flips[0]
+    outcome = classify(shown, report.widest(run))
     return [run.prompt.name, str(shown.position), _shown(shown.margin), _shown(shown.gap), str(outcome)]
 
 

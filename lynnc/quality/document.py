@@ -41,8 +41,7 @@ def document_of(report: Report, base: Side, candidate: Side) -> dict[str, object
         "location": _location(report),
         "greedy": {
             "noise": asdict(report.findings.greedy.noise),
-            "allowance": report.widest,
-            "prompts": [_prompt(run, report.widest) for run in report.findings.greedy.runs],
+            "prompts": [_prompt(run, report.widest(run)) for run in report.findings.greedy.runs],
         },
         "text": asdict(report.findings.text),
         "drift": {"tokens": len(drift.tokens), "places": [asdict(place) for place in drift.places]},
@@ -84,6 +83,7 @@ def _prompt(run: PromptRun, widest: float) -> dict[str, object]:
         "kind": run.prompt.kind,
         "tokens": len(run.prompt.ids),
         "noise": run.noise.relative if run.noise.positions else None,
+        "allowance": widest,
         "outcome": str(outcome_of(run, widest)),
         "ids": list(run.ids),
         "differences": len(run.flips),

@@ -17,7 +17,7 @@ from lynnc.quality.costs import Costs, measure_costs
 from lynnc.quality.culprit import culprit_of_section, find_culprit
 from lynnc.quality.divergence import HeldOut, compare_on_text
 from lynnc.quality.drift import Drift, first_leaving, trace_drift
-from lynnc.quality.greedy import allowance, first_wrong, run_greedy
+from lynnc.quality.greedy import PromptRun, allowance, first_wrong, run_greedy
 from lynnc.quality.pair import PIECE, OnProgress, Pair
 from lynnc.quality.prompts import Encoded
 from lynnc.quality.thresholds import Thresholds
@@ -61,10 +61,9 @@ class Report:
         """Whether every check holds."""
         return all(check.is_ok for check in self.checks)
 
-    @property
-    def widest(self) -> float:
-        """The widest gap between logits that the measured noise explains."""
-        return allowance(self.findings.greedy.noise, self.thresholds)
+    def widest(self, run: PromptRun) -> float:
+        """The widest gap between logits that the measured noise explains in a prompt."""
+        return allowance(self.findings.greedy.noise, self.thresholds, run.noise)
 
 
 def run_gate(
@@ -117,8 +116,8 @@ def _suspects(
 ) -> Iterator[tuple[str, Drift]]:
     yield _beginning(material), findings.drift
     greedy = findings.greedy
-    widest = allowance(greedy.noise, thresholds)
-    wrong = next((run for run in greedy.runs if first_wrong(run, widest)), greedy.noisiest)
+    widest = {run.prompt.name: allowance(greedy.noise, thresholds, run.noise) for run in greedy.runs}
+    wrong = next((run for run in greedy.runs if first_wrong(run, widest[run.prompt.name])), greedy.noisiest)
     for run in (wrong,) if wrong is greedy.noisiest else (wrong, greedy.noisiest):
         yield f"the prompt {run.prompt.name}", trace_drift(pair, (*run.prompt.ids, *run.ids), len(run.prompt.ids))
     text = findings.text

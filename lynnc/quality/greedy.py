@@ -182,10 +182,13 @@ def find_flip(position: int, base: torch.Tensor, candidate: torch.Tensor) -> Fli
     return Flip(position, ours, theirs, best - second, best - float(base[theirs]))
 
 
-def allowance(noise: Noise, thresholds: Thresholds) -> float:
-    """The widest gap that noise explains. Noise beyond its limit widens it no further: a broken candidate, whose logits
-    are all far off, must not excuse itself. Gaps that BF16 cannot tell apart are explained without any noise."""
-    measured = thresholds.margin_multiple * min(noise.rms, thresholds.noise * noise.scale)
+def allowance(noise: Noise, thresholds: Thresholds, own: Noise | None = None) -> float:
+    """The widest gap that noise explains: that over all prompts, or the prompt's own where it is larger, since a router
+    that was nearly tied moves all that follows it in that prompt. Noise beyond its limit widens it no further: a broken
+    candidate, whose logits are all far off, must not excuse itself. Gaps that BF16 cannot tell apart are explained
+    without any noise."""
+    rms = max(noise.rms, own.rms if own and own.positions else 0.0)
+    measured = thresholds.margin_multiple * min(rms, thresholds.noise * noise.scale)
     return max(measured, thresholds.resolution * noise.scale)
 
 

@@ -94,8 +94,8 @@ def _finite(found: Findings) -> Check:
 
 
 def _greedy(found: GreedyResult, thresholds: Thresholds) -> tuple[Check, ...]:
-    widest = allowance(found.noise, thresholds)
-    by_outcome = {kind: [run for run in found.runs if outcome_of(run, widest) is kind] for kind in Outcome}
+    outcomes = [outcome_of(run, allowance(found.noise, thresholds, run.noise)) for run in found.runs]
+    by_outcome = {kind: [run for run, its in zip(found.runs, outcomes, strict=True) if its is kind] for kind in Outcome}
     wrong, explained = (by_outcome[kind] for kind in (Outcome.WRONG, Outcome.EXPLAINED))
     count = max(len(found.runs), 1)
     return (
