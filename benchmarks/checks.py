@@ -24,12 +24,20 @@ import torch
 from lynnc.bench.records import Record, Setting, Value, setting_of, write_records
 from lynnc.compare import LIMIT, Comparison
 from lynnc.outputfile import check_file
+from lynnc.programs import prefill_programs
+from lynnc.readback import readback_of
 from lynnc.runtime import Room, load
 from lynnc.runtime.executor import DECODE, Executor
 from lynnc.runtime.loading.generated import GeneratedWeights
 from lynnc.runtime.rows import rows_of
 
-ROOM = Room(1, 2048)
+ROOM = Room(1, 4096)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where torch computes what prompts are compared with."""
+PROMPT_LAYERS = 4
+"""Layers of a prompt that are compared with the interpreter: one of each kind, and a second expert layer of each."""
+PIECES_LIMIT = 0.15
+"""Difference of logits over their RMS: with random weights routers are often nearly tied, and one expert moves all."""
 ROWS = (2, 4, 8)
 F32_BYTES = 4
 
@@ -37,13 +45,18 @@ F32_BYTES = 4
 @dataclass(frozen=True, slots=True)
 class Extent:
     """How much is checked: tokens of the prompt, repeats of a step, tokens that are decoded and that are given to steps
-    of several rows (a multiple of them all), and after how many seconds no further launch is compared."""
+    of several rows (a multiple of them all), and after how many seconds no further launch of a step is compared.
+    Of prompts: rows of the longest step that is compared, tokens that stand before it (so that states and cache hold
+    something, at no round position), and where a prompt is cut in two, with its length at the end."""
 
     prompt: int = 32
     repeats: int = 200
     decoded: int = 200
     given: int = 64
     compare_seconds: float = 600.0
+    longest: int = 2048
+    before: int = 37
+    pieces: tuple[int, ...] = (1, 16, 17, 64, 65, 255, 300)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +125,8 @@ def run_checks(executor: Executor, extent: Extent) -> Iterator[Check]:
     yield from check_graph(executor, extent)
     yield from check_rows(executor, extent)
     yield check_launches(executor, extent)
+    yield from check_prompt_launches(executor, extent)
+    yield check_pieces(executor, extent)
 
 
 def check_repeats(executor: Executor, extent: Extent) -> Check:
@@ -151,23 +166,75 @@ def check_rows(executor: Executor, extent: Extent) -> Iterator[Check]:
 
 
 def check_launches(executor: Executor, extent: Extent) -> Check:
-    """Each launch of a step against the interpreter, as many as the time allows."""
+    """Each launch of a decode step against the interpreter, as many as the time allows."""
     prompt, given = tokens_of(executor, extent)
     _begin(executor, prompt)
-    comparison = Comparison(executor, 1, LIMIT)
+    return _compare(Comparison(readback_of(executor, DECODE, 1), LIMIT), given[:1], extent)
+
+
+def check_prompt_launches(executor: Executor, extent: Extent) -> Iterator[Check]:
+    """Each launch of a prompt behind another one, by each program for prompts, in its first layers."""
+    last = f"layers.{PROMPT_LAYERS}."
+    for name in prefill_programs(executor.plan.programs):
+        program = executor.program(name)
+        rows = min(program.max_rows, extent.longest) - 1
+        _begin(executor, tokens_of(executor, replace(extent, prompt=extent.before))[0])
+        prompt, _ = tokens_of(executor, replace(extent, prompt=rows))
+        yield _compare(Comparison(readback_of(executor, name, rows), LIMIT, DEVICE), prompt, extent, last)
+
+
+def _compare(comparison: Comparison, tokens: Sequence[int], extent: Extent, last: str = "") -> Check:
+    """Launches before the first of ``last`` against the interpreter; their largest errors by op."""
     worst: dict[str, float] = {}
     launches: dict[str, bool] = {}
     ends = time.monotonic() + extent.compare_seconds
-    for item in comparison.run(given[:1], None):
+    for item in comparison.run(tokens, None):
+        if last and item.op.startswith(last):
+            break
         launches[item.op] = launches.get(item.op, True) and item.is_close
         kind = item.op.rpartition(".")[2]
         if math.isfinite(item.rms):
             worst[kind] = max(worst.get(kind, 0.0), item.rms)
         if time.monotonic() > ends:
             break
+    executor = comparison.executor
     executor.reset()
-    params = {"limit": LIMIT, "launches": len(comparison.graph.ops)}
-    return Check("launches_agree", sum(launches.values()), len(launches), params, worst)
+    program = comparison.step.program.name
+    name = "prompt_launches_agree" if last else "launches_agree"
+    params: dict[str, Value] = {
+        "limit": LIMIT,
+        "launches": len(comparison.graph.ops),
+        "program": program,
+        "rows": len(tokens),
+    }
+    return Check(name, sum(launches.values()), len(launches), params, worst)
+
+
+def check_pieces(executor: Executor, extent: Extent) -> Check:
+    """A prompt in two pieces, cut anywhere, and token by token: the logits are those of one piece, but for rounding."""
+    prompt, _ = tokens_of(executor, replace(extent, prompt=extent.pieces[-1]))
+    _begin(executor, prompt)
+    whole, worst = _logits(executor), {}
+    for cut in extent.pieces[:-1]:
+        _begin(executor, prompt[:cut])
+        executor.prefill(prompt[cut:])
+        worst[f"cut at {cut}"] = _relative_rms(_logits(executor), whole)
+    _begin(executor, prompt[:1])
+    for position in range(1, len(prompt)):
+        executor.step(rows_of(prompt[position : position + 1], position))
+    worst["token by token"] = _relative_rms(_logits(executor), whole)
+    passed = sum(rms < PIECES_LIMIT for rms in worst.values())
+    return Check("pieces_agree", passed, len(worst), {"limit": PIECES_LIMIT, "rows": len(prompt)}, worst)
+
+
+def _logits(executor: Executor) -> torch.Tensor:
+    """FP64 logits of the last row of the last step."""
+    data = bytearray(executor.tensor("logits").read().tobytes())
+    return torch.frombuffer(data, dtype=torch.float32)[: executor.plan.vocabulary].double()
+
+
+def _relative_rms(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
 
 
 def check_debug(executor: Executor, expected: Sequence[int], extent: Extent) -> Check:

@@ -21,7 +21,7 @@ from lynnc.errors import OptionError
 from lynnc.interpret import Run, run_op
 from lynnc.ir import Op
 from lynnc.programs import MOST_DECODE_ROWS
-from lynnc.readback import readback_of
+from lynnc.readback import Readback, readback_of
 from lynnc.runtime.executor import Executor
 from lynnc.runtime.rows import rows_of
 
@@ -60,7 +60,8 @@ def compare_step(
     """
     if not 1 <= len(tokens) <= MOST_DECODE_ROWS:
         raise OptionError(f"A decode step has 1 to {MOST_DECODE_ROWS} rows, not {len(tokens)}: give as many tokens.")
-    comparison = Comparison(executor, len(tokens), LIMIT if limit is None else limit)
+    step = readback_of(executor, f"decode/{len(tokens)}", len(tokens))
+    comparison = Comparison(step, LIMIT if limit is None else limit)
     names = [op.name for op in comparison.graph.ops]
     if until is not None and until not in names:
         raise OptionError(f"{comparison.step.program.name} has no launch {until}: it has {', '.join(names)}.")
@@ -68,11 +69,12 @@ def compare_step(
 
 
 class Comparison:
-    """The graph of a decode program, and the values that both sides start each launch from."""
+    """A program's step, and the values that both sides start each launch from. The interpreter runs on ``device`` of
+    torch: the products of a long prompt take minutes on a CPU."""
 
-    def __init__(self, executor: Executor, rows: int, limit: float) -> None:
-        self.executor, self.limit, self.rows = executor, limit, rows
-        self.step = readback_of(executor, rows)
+    def __init__(self, step: Readback, limit: float = LIMIT, device: str = "cpu") -> None:
+        self.executor, self.limit, self.rows = step.executor, limit, step.rows
+        self.step, self.device = step, device
         self.graph = self.step.graph
 
     def run(self, tokens: Sequence[int], until: str | None) -> Iterator[Agreement]:
@@ -87,18 +89,19 @@ class Comparison:
             for op, call in zip(self.graph.ops, executor.calls(self.step.program, self.rows), strict=True):
                 inside = self._before(op)
                 executor.device.launch([call])
-                run_op(inside, op)
+                with torch.device(self.device):
+                    run_op(inside, op)
                 yield from self._after(op, inside)
                 if op.name == until:
                     return
 
     def _before(self, op: Op) -> Run:
         """What the launch reads, and the memory that it writes to, of which it may leave a part as it is."""
-        states = {name: self.step.state(name) for name in op.names("state")}
-        weights = {name: self.step.weight(self.graph.weights[name]) for name in op.names("weight")}
+        states = {name: self.step.state(name).to(self.device) for name in op.names("state")}
+        weights = {name: self.step.weight(self.graph.weights[name], self.device) for name in op.names("weight")}
         run = Run(self.graph, weights, states, self.rows)
         for name in dict.fromkeys((*op.reads, *op.writes)):
-            run.put(name, self.step.tensor(name))
+            run.put(name, self.step.tensor(name).to(self.device))
         return run
 
     def _after(self, op: Op, run: Run) -> Iterator[Agreement]:
@@ -108,7 +111,7 @@ class Comparison:
             yield self._agreement(op.name, name, self.step.state(name), run.states[name])
 
     def _agreement(self, op: str, name: str, found: torch.Tensor, expected: torch.Tensor) -> Agreement:
-        found, expected = found.double(), expected.double()
+        found, expected = found.to(self.device).double(), expected.double()
         # Memory that neither side wrote may hold anything: the same bits there are no difference.
         difference = torch.where(found == expected, 0.0, found - expected)
         both = found.isnan() & expected.isnan()

@@ -1,12 +1,12 @@
-"""What a decode step leaves in GPU memory, as torch tensors, by the names of its graph.
+"""What a step leaves in GPU memory, as torch tensors, by the names of its graph.
 
-In: an executor, and a decode program of its plan. Out: a ``Readback``: the program, its graph, and the values of
+In: an executor, and a program of its plan. Out: a ``Readback``: the program, its graph, and the values of
 tensors, states and weights as they are now. Needs torch; the graph is built again from the plan's model and options, so
 the plan must have been compiled by this version of lynnc.
 
 Example::
 
-    step = readback_of(executor, rows=2)
+    step = readback_of(executor, "decode/2", rows=2)
     executor.launch(step.program, rows_of([7, 8], executor.lengths[0]))
     step.tensor("logits")                               # FP32 [2, vocabulary]
 """
@@ -30,7 +30,7 @@ from lynnc.runtime.weights.arrays import PackedWeight, unpack_weight
 
 @dataclass(frozen=True, slots=True)
 class Readback:
-    """A decode program in GPU memory, and its graph. Tensors share memory: one is what its name says from the launch
+    """A program in GPU memory, and its graph. Tensors share memory: one is what its name says from the launch
     that writes it to the last one that reads it."""
 
     executor: Executor
@@ -62,14 +62,15 @@ class Readback:
         tensor = self.executor.tensor(name)
         return self._download(tensor.address, DType(tensor.dtype), tensor.shape)
 
-    def weight(self, weight: Weight) -> torch.Tensor:
-        """FP32 values of a weight from its arrays."""
+    def weight(self, weight: Weight, device: str = "cpu") -> torch.Tensor:
+        """FP32 values of a weight from its arrays, on a device of torch."""
         arrays: dict[str, torch.Tensor] = {}
         for array in self.executor.plan.weights[weight.name].arrays:
             address = self.executor.memory.addresses.weights[weight.name, array.array]
             data = bytearray(array.bytes)
             self.executor.memory.read_into(data, address)
-            arrays[array.array] = torch.frombuffer(data, dtype=_STORED[array.dtype]).reshape(array.shape)
+            stored = torch.frombuffer(data, dtype=_STORED[array.dtype]).reshape(array.shape)
+            arrays[array.array] = stored.to(device)
         return unpack_weight(PackedWeight(weight, arrays))
 
     def _download(self, address: int, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
@@ -77,9 +78,9 @@ class Readback:
         return torch.frombuffer(values, dtype=TORCH_DTYPE[dtype]).reshape(shape)
 
 
-def readback_of(executor: Executor, rows: int) -> Readback:
-    """The decode program of that many rows; PlanError if the plan lacks it or another lynnc compiled it."""
-    plan, program = executor.plan, executor.program(f"decode/{rows}")
+def readback_of(executor: Executor, name: str, rows: int) -> Readback:
+    """A program in steps of that many rows; PlanError if the plan lacks it or another lynnc compiled it."""
+    plan, program = executor.plan, executor.program(name)
     graph = graph_of(plan, program.name)
     if [op.name for op in graph.ops] != [launch.op for launch in program.launches]:
         raise PlanError(f"{plan.name} was compiled by another lynnc ({plan.lynnc}): compile the plan again.")

@@ -64,6 +64,8 @@ class Meaning:
     graphs: dict[str, Graph] = field(default_factory=dict)
     values: dict[int, torch.Tensor] = field(default_factory=dict)
     waiting: list[tuple[Graph, Op, Launch, int]] = field(default_factory=list)
+    begun_rows: int = 0
+    """Rows of the step that the last launch of an embedding began."""
     executor: Executor | None = None
     """Whose launches these are: needed where some are launched that no step begins with."""
 
@@ -83,7 +85,7 @@ class Meaning:
 
     def _begin(self, calls: Sequence[Call]) -> list[tuple[Graph, Op, Launch, int]]:
         """A step's program is found by its kernels, its rows by the first launch, the embedding."""
-        rows = calls[0].grid[0]
+        rows = self.begun_rows = calls[0].grid[0]
         name = f"decode/{rows}"
         if [call.kernel for call in calls] != [launch.kernel for launch in self.launches(name)[: len(calls)]]:
             name = next(
@@ -97,8 +99,8 @@ class Meaning:
         """The step that a launch is of, from there on: the one whose launch has the same arguments."""
         assert self.executor is not None, f"{call.op} begins no step"
         for name, program in self.plan.programs.items():
-            rows = program_rows(name)
-            calls = self.executor.calls(program, rows) if rows else ()
+            rows = program_rows(name) or self.begun_rows
+            calls = self.executor.calls(program, rows) if rows <= program.max_rows else ()
             if call in calls:
                 pairs = zip(self.graph(name).ops, program.launches, strict=True)
                 return [(self.graph(name), op, launch, rows) for op, launch in pairs][calls.index(call) :]

@@ -35,6 +35,8 @@ PARTS = {
     "graph_equals_launches": 4,
     "graph_equals_launches_last_logits": 1,
     "launches_agree": 24,
+    "prompt_launches_agree": 50,
+    "pieces_agree": 3,
 }
 """Of how many each check is that the meaning of a step passes, where rows of a step differ in their last bits."""
 
@@ -57,7 +59,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def extent(checks: ModuleType) -> Any:
-    return checks.Extent(prompt=PROMPT, repeats=3, decoded=4, given=4)
+    return checks.Extent(prompt=PROMPT, repeats=3, decoded=4, given=4, longest=20, before=3, pieces=(1, 5, 9))
 
 
 def loaded(plan: Plan | None = None) -> tuple[Executor, SimulatedDevice]:
@@ -71,7 +73,8 @@ def test_a_plan_that_is_right_passes(checks: ModuleType, extent: Any, monkeypatc
     found = list(checks.run_checks(loaded()[0], extent))
     assert {check.name: check.of for check in found} == PARTS
     assert all(check.is_passed for check in found), [*map(str, found)]
-    assert set(found[-1].worst) >= {"embed", "delta", "attention_partial", "mlp_down", "lm_head", "argmax"}
+    worst = next(check.worst for check in found if check.name == "launches_agree")
+    assert set(worst) >= {"embed", "delta", "attention_partial", "mlp_down", "lm_head", "argmax"}
 
 
 def test_rows_of_kernels_have_the_bits_of_single_rows(
@@ -97,6 +100,7 @@ class Spoiled:
     tensor: str
     bytes: int
     fails: str
+    program: str = "decode/1"
 
 
 SPOILED = (
@@ -104,8 +108,11 @@ SPOILED = (
     Spoiled("argmax", 6, "next_token", 1, "graph_equals_launches"),
     Spoiled("lm_head", 11, "logits", 4, "graph_equals_launches_last_logits"),
     Spoiled("layers.1.mlp_down", 16, "h.2", 2, "launches_agree"),
+    Spoiled("layers.1.mlp_down", 18, "h.2", 2, "prompt_launches_agree", "prefill/16"),
+    Spoiled("lm_head", 23, "logits", 400, "pieces_agree"),
 )
-"""Steps: three repeats, four of the graph, the same launch by launch, four single rows, and the compared one."""
+"""Steps: three repeats, four of the graph, the same launch by launch, four single rows, and the compared one; two
+prompts that are compared, each behind another; a prompt in one piece, then in two."""
 
 
 @pytest.mark.parametrize("case", SPOILED, ids=lambda case: case.fails)
@@ -121,7 +128,7 @@ def test_what_is_wrong_once_is_found(
 
 def spoil(executor: Executor, device: SimulatedDevice, case: Spoiled) -> None:
     runs, seen = device.runs, 0
-    address = executor.memory.addresses.of(executor.program("decode/1"))[case.tensor]
+    address = executor.memory.addresses.of(executor.program(case.program))[case.tensor]
 
     def run(calls: Sequence[Call]) -> None:
         nonlocal seen

@@ -15,6 +15,7 @@ from simulated import SimulatedDevice
 from lynnc.compare import Comparison
 from lynnc.engines.compiled import compiled_engine
 from lynnc.errors import DeviceError, OptionError
+from lynnc.readback import readback_of
 from lynnc.runtime.device import Call
 from lynnc.runtime.executor import Executor
 from lynnc.runtime.rows import Row, rows_of
@@ -129,7 +130,7 @@ def test_a_part_of_a_compared_step_is_no_sequence(executor: Executor) -> None:
     assert executor.lengths[0] == 0
     executor.device.runs.__self__.waiting.clear()  # type: ignore[attr-defined]
     executor.prefill([1, 2, 3])
-    launches = Comparison(executor, 1, 1.0).run([4], None)
+    launches = Comparison(readback_of(executor, "decode/1", 1), 1.0).run([4], None)
     next(launches)
     launches.close()
     with pytest.raises(OptionError, match=LOST):

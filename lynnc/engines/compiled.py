@@ -173,7 +173,7 @@ class Compiled:
 
     def _step(self, rows: int) -> Readback:
         if rows not in self._steps:
-            self._steps[rows] = readback_of(self.executor, rows)
+            self._steps[rows] = readback_of(self.executor, f"decode/{rows}", rows)
         return self._steps[rows]
 
 
