@@ -2,7 +2,8 @@
 
 In: a plan for the GPU that is there. Out: a line and a record for each check, passed of how many; exit code 1 if one
 fails. A decode step gives the same bits every time; a graph those of its launches one by one, also with ``debug``; rows
-of a step those of single rows; each launch agrees with the interpreter.
+of a step those of single rows; each launch agrees with the interpreter, of prompts too; a prompt in pieces ends in the
+logits of one piece.
 
 Example::
 
