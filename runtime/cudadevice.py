@@ -294,7 +294,7 @@ class CudaDevice:
         (executable,) = check(cuda.cuGraphInstantiate(graph, 0), what)
         check(cuda.cuGraphDestroy(graph), what)
         captured = CudaGraph(executable, self.stream, nodes)
-        self._graphs.append(captured)
+        self._graphs = [*(graph for graph in self._graphs if graph.executable is not None), captured]
         return captured
 
     def synchronize(self) -> None:

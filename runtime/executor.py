@@ -22,12 +22,13 @@ from typing import Any, Self
 
 from lynnc.errors import DeviceError, OptionError, PlanError
 from lynnc.plan import Plan, Program
-from lynnc.programs import MOST_DECODE_ROWS, PREFILL, prefill_programs
+from lynnc.programs import MOST_DECODE_ROWS, PREFILL
 from lynnc.runtime.budget import Budget, Room
-from lynnc.runtime.calls import calls_of
+from lynnc.runtime.calls import KeptCalls
 from lynnc.runtime.device import Call, Device, KernelFacts, StepGraph
 from lynnc.runtime.memory import Memory
-from lynnc.runtime.rows import Row, rows_of
+from lynnc.runtime.prompts import Prompts, prompt_programs
+from lynnc.runtime.rows import Row, columns_of, first_rows
 from lynnc.runtime.tensors import DeviceTensor, ints_of
 
 DECODE = "decode/1"
@@ -46,6 +47,8 @@ class Executor:
     """Free memory of the GPU before anything was allocated, in bytes."""
     lengths: list[int] = field(default_factory=list)
     _graphs: dict[str, StepGraph] = field(default_factory=dict)
+    _calls: KeptCalls = field(init=False)
+    _prompts: Prompts = field(init=False)
     _ready: tuple[int, int] | None = None
     """Slot and position of the row that the inputs in GPU memory ask for, if it is one."""
     _lost: set[int] = field(default_factory=set)
@@ -53,6 +56,8 @@ class Executor:
 
     def __post_init__(self) -> None:
         self.lengths = self.lengths or [0] * self.room.slots
+        self._calls = KeptCalls(self.kernels, self.memory.addresses, self.context)
+        self._prompts = Prompts(self.device, self.memory, prompt_programs(self.plan, self.room), self.calls)
 
     def __enter__(self) -> Self:
         return self
@@ -65,6 +70,7 @@ class Executor:
     def close(self) -> None:
         """Gives all memory and the device back; the executor is of no use any more. No harm if that was done before."""
         self._graphs.clear()
+        self._prompts.clear()
         self.device.close()
 
     @property
@@ -89,17 +95,15 @@ class Executor:
         ``tokens`` may also be I32 on the GPU (anything with ``__cuda_array_interface__``). OptionError if they are no
         tokens of the model or too many for the context.
         """
+        if not self._prompts.programs:
+            self.program(PREFILL)
         given = ints_of(tokens, self.device)
         start = self.lengths[self._checked_slot(slot)]
         self._check_room(start, len(given), slot)
         self._check_tokens(given)
         end = start + len(given)
         with self.advancing({slot: end}):
-            first = 0
-            while first < len(given):
-                program = self._prefill_program(len(given) - first)
-                self._launch(program, rows_of(given[first : first + program.max_rows], start + first, slot))
-                first += program.max_rows
+            self._prompts.run(given, start, slot)
             self.memory.keep_token(slot, end)
             self.device.synchronize()
         return self.memory.history[slot * self.context + end]
@@ -195,24 +199,15 @@ class Executor:
         side, one position after the other, from a ``start`` that its states reach."""
         self._check_tokens([row.token for row in rows])
         alive = [row for row in rows if row.position >= 0]
-        seen: dict[int, Row] = {}
-        for before, row in zip([None, *alive], alive, strict=False):
+        for row in alive:
             self._check_room(row.position, 0, self._checked_slot(row.slot))
-            follows = before is not None and before.slot == row.slot
-            expected = before.position + 1 if before is not None and follows else row.begin
-            is_new = row.slot not in seen
-            if row.position != expected or is_new == follows or (follows and row.begin != seen[row.slot].begin):
+        for slot, first in first_rows(alive).items():
+            if first.begin > self.lengths[slot]:
+                self._check_kept(slot)
                 raise OptionError(
-                    f"The rows of slot {row.slot} are not side by side at consecutive positions from one start: "
-                    "order them, as rows_of does."
-                )
-            if row.begin > self.lengths[row.slot]:
-                self._check_kept(row.slot)
-                raise OptionError(
-                    f"Slot {row.slot} holds {self.lengths[row.slot]} tokens, so no row can start at {row.begin}: go on "
+                    f"Slot {slot} holds {self.lengths[slot]} tokens, so no row can start at {first.begin}: go on "
                     "where the sequence ends."
                 )
-            seen.setdefault(row.slot, row)
 
     def launch(self, program: Program, rows: Sequence[Row]) -> None:
         """One step of a program launch by launch, without a graph; ``lengths`` stay as they are."""
@@ -233,12 +228,12 @@ class Executor:
 
     def calls(self, program: Program, rows: int) -> tuple[Call, ...]:
         """The launches of a step with every address in place."""
-        return calls_of(program, self.kernels, self.memory.addresses, rows, self.context)
+        return self._calls.of(program, rows)
 
     def write_rows(self, rows: Sequence[Row]) -> None:
         """The inputs of a step whose launches follow; the rows are not checked."""
         self._ready = None
-        self.memory.write_rows(rows)
+        self.memory.write_columns(columns_of(rows))
 
     def program(self, name: str) -> Program:
         """A program of the plan; PlanError if it was not compiled, OptionError if it was not loaded."""
@@ -254,12 +249,6 @@ class Executor:
                 "programs of its room."
             )
         return found
-
-    def _prefill_program(self, rows: int) -> Program:
-        """The smallest loaded program that runs ``rows`` rows of a prompt in one step, else the largest."""
-        names = prefill_programs(self.room.programs or self.plan.programs)
-        programs = sorted((self.program(name) for name in names or (PREFILL,)), key=lambda program: program.max_rows)
-        return next((program for program in programs if program.max_rows >= rows), programs[-1])
 
     def tensor(self, name: str) -> DeviceTensor:
         """An input, output or state in GPU memory, without a copy: ``torch.as_tensor`` takes it."""
@@ -307,6 +296,6 @@ class Executor:
         vocabulary = self.plan.vocabulary
         if not tokens:
             raise OptionError("There are no tokens: give at least one.")
-        wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
-        if wrong is not None:
+        if min(tokens) < 0 or max(tokens) >= vocabulary:
+            wrong = next(token for token in tokens if not 0 <= token < vocabulary)
             raise OptionError(f"{wrong} is no token of {self.plan.model_name}: they go from 0 to {vocabulary - 1}.")

@@ -7,8 +7,7 @@ nothing later.
 from __future__ import annotations
 
 import ctypes
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -17,9 +16,10 @@ from lynnc.errors import OptionError
 from lynnc.plan import Plan, Program
 from lynnc.runtime.budget import HISTORY, Budget, Room, own_tensors, place_of, state_bytes
 from lynnc.runtime.calls import Addresses
-from lynnc.runtime.device import Device, HostMemory
+from lynnc.runtime.device import Device
 from lynnc.runtime.loading.weightsource import PlacedWeights
-from lynnc.runtime.rows import Row
+from lynnc.runtime.rows import Columns
+from lynnc.runtime.staging import STEPS_STAGED, Staging
 from lynnc.runtime.tensors import DeviceTensor
 
 INPUTS = ("token", "position", "slot", "start")
@@ -38,23 +38,11 @@ class Memory:
     weights: PlacedWeights
     history: memoryview
     room: Room
-    _staging: HostMemory
-    _rows: int
+    staging: Staging
 
-    def write_rows(self, rows: Sequence[Row]) -> None:
-        """The inputs of a step. What was staged before must have been copied: that is waited for."""
-        self.device.synchronize()
-        staged = self._staging.view.cast("i")
-        columns = {
-            "token": [row.token for row in rows],
-            "position": [row.position for row in rows],
-            "slot": [row.slot for row in rows],
-            "start": [row.begin for row in rows],
-        }
-        for index, (name, values) in enumerate(columns.items()):
-            first = index * self._rows
-            staged[first : first + len(values)] = array("i", values)
-            self.device.upload(self.addresses.tensors[name], self._staging.address + first * INT, len(values) * INT)
+    def write_columns(self, columns: Columns) -> None:
+        """The inputs of a step that is started next."""
+        self.staging.upload(self.addresses.tensors, columns)
 
     def keep_token(self, slot: int, position: int) -> None:
         """Copies the token that a prefill chose to where the history keeps it."""
@@ -133,6 +121,6 @@ def take_memory(
     )
     _clear(device, addresses.states, sizes)
     rows = max(program.max_rows for program in programs.values())
-    staging = device.allocate_host(len(INPUTS) * rows * INT)
+    staging = Staging(device, device.allocate_host(STEPS_STAGED * len(INPUTS) * rows * INT))
     tokens = history.view.cast("i")
-    return Memory(plan, device, budget, addresses, weights, tokens, room, staging, rows)
+    return Memory(plan, device, budget, addresses, weights, tokens, room, staging)

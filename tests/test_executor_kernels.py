@@ -57,8 +57,8 @@ def test_steps_give_the_logits_of_transformers_and_every_launch_agrees_with_its_
     check(following, run, LIMIT, str(case))
 
 
-def test_a_prompt_gives_the_logits_of_transformers() -> None:
-    case = Case("tiny-full")
+@pytest.mark.parametrize("case", [Case("tiny-full"), Case("tiny-moe")], ids=str)
+def test_a_prompt_behind_padding_gives_the_logits_of_transformers(case: Case) -> None:
     executor = executor_for(case)
     device = executor.device
     assert isinstance(device, SimulatedDevice)

@@ -115,6 +115,17 @@ def test_a_graph_has_the_bits_of_single_launches(running: tuple[Case, Executor])
     assert executor.memory.save_states() == after
 
 
+@pytest.mark.parametrize("length", [1, 16, 17, 40, 63])
+def test_a_prompt_has_the_same_bits_launched_captured_and_replayed(loaded: tuple[Case, Executor], length: int) -> None:
+    case, executor = loaded
+    tokens, found = (judged(case).tokens * 2)[:length], []
+    for _ in range(4):
+        executor.reset()
+        chosen = executor.prefill(tokens)
+        found.append((chosen, logits_of(executor).numpy().tobytes(), executor.memory.save_states()))
+    assert all(item == found[0] for item in found)
+
+
 def test_a_step_has_the_same_bits_every_time(running: tuple[Case, Executor]) -> None:
     case, executor = running
     states, row = executor.memory.save_states(), Row(judged(case).tokens[PROMPT], PROMPT)

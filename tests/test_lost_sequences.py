@@ -69,6 +69,7 @@ STOPPED = (
     Stopped("decode", lambda executor: executor.decode(5), 2),
     Stopped("stream", lambda executor: list(executor.stream(5)), 2),
     Stopped("prefill", lambda executor: executor.prefill(LONG), 1),
+    Stopped("prompt of a size met before", lambda executor: executor.prefill([5] * PROMPT), 0),
     Stopped("step", lambda executor: executor.step(rows_of([5, 6], PROMPT)), 0),
     Stopped("launch", lambda executor: executor.launch(executor.program("decode/1"), [Row(5, PROMPT)]), 0),
     Stopped("trace", lambda executor: compiled_engine(executor).trace([5]), 1),
