@@ -25,12 +25,12 @@ from lynnc.cost import Cost, Estimate, costs, estimate, evaluate_formula
 from lynnc.ir import Graph, T
 from lynnc.model import ModelSpec
 from lynnc.passes import run_passes
-from lynnc.programs import program_rows
+from lynnc.programs import PREFILL, most_rows, program_rows
 from lynnc.target import Device
 from lynnc.verify import verify
 
 DECODE_ROWS = (1, 2, 4, 8)
-PREFILL_ROWS = (512, 2048)
+PREFILL_ROWS = (16, 64, 512, 2048)
 
 _DECODE_T = sympy.Symbol("T", positive=True)
 """Rows of a decode step as a symbol; not ``ir.T``, which stands for prefill when a graph is built."""
@@ -100,18 +100,18 @@ class Step:
 
 
 def explain_step(spec: ModelSpec, program: str, question: Question, rows: int = max(PREFILL_ROWS)) -> Step:
-    """One program's step; ``rows`` counts for ``prefill`` only. OptionError for a name that is no program."""
+    """One program's step; ``rows`` counts for ``prefill`` only, ``prefill/N`` has N. OptionError for another name."""
     decode_rows = program_rows(program)
     graph = _graph(spec, decode_rows is None, question.without)
-    return _step(group_ops(graph), program, decode_rows or rows, question)
+    return _step(group_ops(graph), program, decode_rows or most_rows(program) or rows, question)
 
 
 def ceilings(spec: ModelSpec, question: Question) -> tuple[Ceiling, ...]:
-    """Steps of 1, 2, 4 and 8 tokens in decode and of 512 and 2048 in prefill."""
+    """Steps of 1, 2, 4 and 8 tokens in decode, and of 16, 64, 512 and 2048 in prefill."""
     decode = group_ops(_graph(spec, False, question.without))
     prefill = group_ops(_graph(spec, True, question.without))
     steps = [_step(decode, f"decode/{rows}", rows, question) for rows in DECODE_ROWS]
-    steps += [_step(prefill, "prefill", rows, question) for rows in PREFILL_ROWS]
+    steps += [_step(prefill, PREFILL, rows, question) for rows in PREFILL_ROWS]
     return tuple(step.ceiling for step in steps)
 
 

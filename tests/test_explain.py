@@ -87,9 +87,27 @@ def test_prefill_of_a_chunk_reads_the_cache_once_and_all_rows_see_what_came_befo
     assert attention.estimate.flops == 4 * heads * dim * sum(range(201, 301))
 
 
+def test_a_program_for_prompts_has_its_most_rows():
+    spec = load_model("tiny-moe")
+    for program, rows in (("prefill/16", 16), ("prefill/64", 64), ("prefill", 300)):
+        step = explain_step(spec, program, Question(H200, context=1), rows=300)
+        assert (step.ceiling.program, step.ceiling.rows, step.ceiling.context) == (program, rows, rows)
+
+
+@pytest.mark.parametrize("rows", [16, 512])
+def test_experts_of_a_prompt_are_read_once_however_many_rows_choose_them(rows):
+    """By hand: E experts of which each row leaves out E - k, gate and up and down of 512 x 2048 in 4.5 bits."""
+    step = explain_step(packed_everywhere(), f"prefill/{rows}", Question(H200))
+    experts = [group for group in step.groups if "expert" in group.name and group.cost.weight_bytes.has(T)]
+    hit = 256 * (1 - (1 - 8 / 256) ** rows)
+    total = sum(float(group.count * group.cost.weight_bytes.subs(T, rows)) for group in experts)
+    assert total == pytest.approx(40 * hit * 3 * 512 * 2048 * 4.5 / 8, rel=0.001)
+    assert hit == pytest.approx({16: 101.96, 512: 256.0}[rows], rel=0.001)
+
+
 def test_context_is_at_least_the_rows():
     limits = ceilings(load_model("tiny-moe"), Question(H200, context=1))
-    assert [limit.context for limit in limits] == [1, 2, 4, 8, 512, 2048]
+    assert [limit.context for limit in limits] == [1, 2, 4, 8, 16, 64, 512, 2048]
 
 
 def test_split_attention_pays_only_for_runs_that_the_context_has():

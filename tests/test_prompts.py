@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from executing import HostWeights, executor_for, executor_on, logits_of, plan_for, plan_of
 from reference import Case, judged, make
 from simulated import SimulatedDevice, SimulatedGraph, record_only
 
+from lynnc.cli.main import cli
+from lynnc.cli.parameters import complete_program, complete_programs
 from lynnc.errors import OptionError
-from lynnc.plan import Program
+from lynnc.plan import Options, Program
+from lynnc.planfile import load_plan, save_plan
 from lynnc.programs import most_rows, prefill_programs, program_rows
 from lynnc.runtime import prompts, staging
 from lynnc.runtime.budget import Room
@@ -42,6 +47,36 @@ def test_names_that_are_none(name: str) -> None:
 def test_programs_for_prompts_are_ordered_by_their_rows() -> None:
     names = ("prefill", "decode/8", "prefill/512", "decode/1", "prefill/64")
     assert prefill_programs(names) == ("prefill/64", "prefill/512", "prefill")
+
+
+def test_a_plan_keeps_its_programs_for_prompts(tmp_path: Path) -> None:
+    save_plan(TESTED, {}, tmp_path / "tiny.plan")
+    kept = load_plan(tmp_path / "tiny.plan")
+    assert kept.options.programs == ("decode/1", "decode/2", "decode/4", "prefill/16", "prefill")
+    assert set(kept.programs) == set(kept.options.programs)
+    assert [kept.programs[name].max_rows for name in ("prefill/16", "prefill")] == [16, 64]
+    assert kept.programs["prefill/16"].rows == "T"
+    assert Options().programs[-4:] == ("prefill/16", "prefill/64", "prefill/512", "prefill")
+
+
+@pytest.mark.parametrize(
+    "command", [("show", "--stage", "choices", "--target", "sm_90"), ("show",), ("explain", "--device", "h200")]
+)
+def test_a_program_for_prompts_is_shown_and_explained(command: tuple[str, ...]) -> None:
+    name, *options = command
+    result = CliRunner().invoke(cli, [name, "tiny-moe", *options, "--program", "prefill/64"])
+    assert result.exit_code == 0, result.output
+    assert "prefill/64" in result.stdout or "choices" in options
+    assert name == "show" or "prefill/64 on h200 at T = 64, S = 4,096" in result.stdout
+    refused = CliRunner().invoke(cli, [name, "tiny-moe", *options, "--program", "prefill/0"])
+    assert refused.exit_code == 2 and "'prefill/0' is no program" in refused.stderr
+
+
+def test_shells_complete_programs_for_prompts() -> None:
+    context, parameter = CliRunner(), cli.params[0]
+    assert complete_programs(context, parameter, "decode/1,prefill/6") == ["decode/1,prefill/64"]  # type: ignore[arg-type]
+    found = complete_program(context, parameter, "pre")  # type: ignore[arg-type]
+    assert found == ["prefill/16", "prefill/64", "prefill/512", "prefill"]
 
 
 @dataclass(frozen=True)

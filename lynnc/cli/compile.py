@@ -100,7 +100,7 @@ class CountingStore(Store):
     show_default=True,
     metavar="LIST",
     shell_complete=complete_programs,
-    help="Step kinds to compile: prefill, and decode/1 to decode/8.",
+    help="Step kinds to compile: decode/1 to decode/8, prefill/16 (any number) and prefill.",
 )
 @click.option(
     "--prefill-rows",

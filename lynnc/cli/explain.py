@@ -54,7 +54,7 @@ class Arguments:
     default="decode/1",
     show_default=True,
     shell_complete=complete_program,
-    help="Step kind of the table of launches: prefill, or decode/1 to decode/8.",
+    help="Step kind of the table of launches: decode/1 to decode/8, prefill, or prefill/16 (any number).",
 )
 @without_option
 @click.option("--each-shape", is_flag=True, help="One line for each shape where layers differ, as --json has it.")

@@ -70,7 +70,7 @@ class Chosen:
     default="decode/1",
     show_default=True,
     shell_complete=complete_program,
-    help="Step kind: prefill, or decode/1 to decode/8.",
+    help="Step kind: decode/1 to decode/8, prefill, or prefill/16 (any number).",
 )
 @click.option("--op", metavar="NAME", help="Only this op, or those that a pattern such as 'layers.0.*' fits.")
 @destination_options
