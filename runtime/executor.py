@@ -28,7 +28,7 @@ from lynnc.runtime.calls import KeptCalls
 from lynnc.runtime.device import Call, Device, KernelFacts, StepGraph
 from lynnc.runtime.memory import Memory
 from lynnc.runtime.prompts import Prompts, prompt_programs
-from lynnc.runtime.rows import Row, columns_of, first_rows
+from lynnc.runtime.rows import Columns, Row, columns_of, first_rows
 from lynnc.runtime.tensors import DeviceTensor, ints_of
 
 DECODE = "decode/1"
@@ -232,8 +232,12 @@ class Executor:
 
     def write_rows(self, rows: Sequence[Row]) -> None:
         """The inputs of a step whose launches follow; the rows are not checked."""
+        self.write_columns(columns_of(rows))
+
+    def write_columns(self, columns: Columns) -> None:
+        """The same for inputs that are columns already."""
         self._ready = None
-        self.memory.write_columns(columns_of(rows))
+        self.memory.write_columns(columns)
 
     def program(self, name: str) -> Program:
         """A program of the plan; PlanError if it was not compiled, OptionError if it was not loaded."""

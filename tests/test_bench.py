@@ -24,7 +24,7 @@ from simulated import SimulatedDevice, record_only
 
 from lynnc.bench import records, session
 from lynnc.bench.census import census_of
-from lynnc.bench.kernels import KernelTime, Parts, bytes_of_launches, time_kernels
+from lynnc.bench.kernels import KernelTime, Parts, needs_of_launches, time_kernels
 from lynnc.bench.outcome import Outcome, records_of
 from lynnc.bench.records import Setting, records_text, setting_of, write_records
 from lynnc.bench.session import Session, StepTime, Wish, open_session
@@ -39,8 +39,10 @@ from lynnc.runtime.peers.llamabench import PeerSpeed
 from lynnc.runtime.random.fillbits import fill_array
 from lynnc.runtime.random.randomweights import random_weights
 from lynnc.runtime.rows import Row, rows_of
+from lynnc.target import find_device
 
 TINY = Case("tiny-moe")
+H200 = find_device("h200")
 DENSE = Case("tiny-dense")
 EFFORT = Effort(repeats=3, steps=4, warmup=2)
 WISH = Wish(contexts=(8, 40), effort=EFFORT, programs=("decode/1", "decode/4"))
@@ -152,10 +154,12 @@ def test_only_the_first_launch_of_a_part_waits(executor: Executor) -> None:
 
 
 def test_every_launch_has_bytes_that_grow_with_the_context(executor: Executor) -> None:
-    short, long = (bytes_of_launches(executor, "decode/1", context) for context in (8, 40))
+    short, long = (needs_of_launches(executor, "decode/1", 1, context) for context in (8, 40))
     assert set(short) == {launch.op for launch in executor.program("decode/1").launches}
-    assert all(count > 0 for count in short.values())
-    assert {op for op in short if long[op] > short[op]} == {op for op in short if "attention" in op}
+    assert all(need.bytes > 0 for need in short.values())
+    grown = {op for op in short if long[op].bytes > short[op].bytes}
+    assert grown == {op for op in short if "attention" in op}
+    assert grown >= {op for op in short if long[op].flops > short[op].flops} != set()
 
 
 def test_a_census_counts_the_launches_and_nodes(executor: Executor) -> None:
@@ -200,7 +204,7 @@ def test_a_packed_folder_is_dropped_from_the_page_cache_before_the_first_of_seve
     labels = {1: [("first", None, 1)], 2: [("cold", True, 1), ("warm", False, 1)]}
     labels[3] = [("cold", True, 1), ("warm", False, 2)]
     assert [(load.label, load.is_cold, load.timing.runs) for load in found] == labels[count]
-    loaded = json.loads(records_text(records_of(Outcome(loads=found), setting())))
+    loaded = json.loads(records_text(records_of(Outcome(loads=found), setting(), H200)))
     assert [(item["metric"], item["params"]["cold"]) for item in loaded] == [
         ("load_bytes_per_s", is_cold) for _, is_cold, _ in labels[count]
     ]
@@ -210,7 +214,7 @@ def test_weights_that_are_made_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(session, "load", lambda plan, source, room, gpu, progress: recording(room))
     (made,) = open_session(Path("tiny.plan"), GeneratedWeights(0), replace(WISH, loads=2), 0, None).loads
     assert (made.label, made.timing.runs) == ("generated", 2)
-    (record,) = records_of(Outcome(loads=(made,)), setting())
+    (record,) = records_of(Outcome(loads=(made,)), setting(), H200)
     assert record.metric == "generate_bytes_per_s" and "cold" not in record.params
 
 
@@ -224,7 +228,7 @@ def setting() -> Setting:
 
 
 def outcome(opened: Session) -> Outcome:
-    kernel = KernelTime("lm_head", "linear", 1, 1000.4, TIMING, 3e-6)
+    kernel = KernelTime("lm_head", "linear", 1, 1000.4, 2000.4, TIMING, 3e-6)
     return Outcome(
         loads=opened.loads,
         memory=opened.memory,
@@ -237,7 +241,7 @@ def outcome(opened: Session) -> Outcome:
 
 def test_records_say_what_another_needs_to_repeat_them(opened: Session, tmp_path: Path) -> None:
     path = tmp_path / "records.json"
-    write_records(path, records_of(outcome(opened), setting()), force=False)
+    write_records(path, records_of(outcome(opened), setting(), H200), force=False)
     document = json.loads(path.read_text())
     assert isinstance(document, list)
     for record in document:
@@ -264,8 +268,8 @@ def test_records_say_what_another_needs_to_repeat_them(opened: Session, tmp_path
 
 
 def test_a_run_that_was_stopped_keeps_what_it_had_measured() -> None:
-    assert records_of(Outcome(), setting()) == []
-    (first, *_) = records_of(Outcome(steps=[StepTime(1, 8, TIMING)]), setting())
+    assert records_of(Outcome(), setting(), H200) == []
+    (first, *_) = records_of(Outcome(steps=[StepTime(1, 8, TIMING)]), setting(), H200)
     assert json.loads(records_text([first]))[0]["metric"] == "decode_step_us" == asdict(first)["metric"]
 
 

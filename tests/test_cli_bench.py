@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -125,6 +125,45 @@ def test_a_program_of_more_rows_alone(plan: Path) -> None:
     assert "decode" in result.stdout
 
 
+def test_prompts_of_given_lengths(plan: Path, tmp_path: Path) -> None:
+    output = tmp_path / "records.json"
+    result = bench(plan, *QUICK, "--prefill", "5,20,81", "--kernels", "-o", output)
+    assert result.exit_code == 0, result.output
+    for words in (
+        "1 x prefill/16 of 16 rows",
+        "1 x prefill of 64 rows, 1 x prefill of 32 rows",
+        "of workspace, inputs and outputs; while prompts ran",
+        "kernels of the last step (prefill, 17 tokens) of 81 tokens, h200",
+        "kernels at context 8",
+    ):
+        assert words in result.stdout, words
+    records = json.loads(output.read_text())
+    found = {(item["metric"], item["params"].get("tokens")): item for item in records}
+    nodes = {name: len(plan_for(Case("tiny-moe")).programs[name].launches) for name in ("prefill/16", "prefill")}
+    assert found["prefill_gpu_us", 5]["value"] == pytest.approx(nodes["prefill/16"])
+    assert found["prefill_gpu_us", 81]["value"] == pytest.approx(2 * nodes["prefill"])
+    assert found["prefill_tokens_per_s", 20]["runs"] == 2 and found["prefill_first_use_us", 20]["value"] > 0
+    memory = {item["params"]["what"]: item["value"] for item in records if item["metric"] == "prefill_memory_bytes"}
+    assert memory["shrank during prompts"] == 0 < memory["workspace, inputs and outputs"]
+    kernels = [item["params"] for item in records if item["metric"] == "prefill_kernel_us"]
+    assert {item["limit"] for item in kernels} == {"memory"} and {item["rows"] for item in kernels} == {5, 20, 17}
+    assert sum(item["launches"] for item in kernels) == sum(nodes.values()) + nodes["prefill"]
+
+
+def test_prompts_alone_by_a_program_that_is_named(plan: Path) -> None:
+    result = bench(plan, *QUICK, "--programs", "prefill/16", "--prefill", "40", "--kernels")
+    assert result.exit_code == 0, result.output
+    assert "3 x prefill/16 of 16 rows" in result.stdout and "with host" not in result.stdout
+
+
+def test_a_plan_without_programs_for_prompts(tmp_path: Path) -> None:
+    tiny = plan_for(Case("tiny-moe"))
+    programs = {name: program for name, program in tiny.programs.items() if name.startswith("decode")}
+    save_plan(replace(tiny, programs=programs), {}, tmp_path / "tiny.plan")
+    line = complaint(bench(tmp_path / "tiny.plan", *QUICK, "--prefill", "16"))
+    assert line.endswith("tiny.plan has no program for prompts: compile it with --programs decode/1,prefill.")
+
+
 def peer_option(folder: Path, text: str) -> tuple[str, str]:
     program = folder / "llama-bench"
     program.write_text(f"#!{sys.executable}\n{text}")
@@ -187,6 +226,15 @@ REFUSED = (
     Refused("seed of nothing", ("tiny-moe", "--weights", "packed", "--seed", "0"), "--seed 0 is the seed of --random-"),
     Refused("context twice", (*RANDOM, "--contexts", "8,128,8"), "--contexts 8,128,8: 8 is given twice; name it once."),
     Refused("no contexts", (*RANDOM, "--contexts", ""), "--contexts : write numbers above 0, such as 128,4096."),
+    Refused("prompts of words", (*RANDOM, "--prefill", "a"), "--prefill a: write numbers above 0, such as 128,4096."),
+    Refused("prompt twice", (*RANDOM, "--prefill", "8,8"), "--prefill 8,8: 8 is given twice; name it once."),
+    Refused("prompt too long", (*RANDOM, "--prefill", "16,511"), "--prefill 16,511: tiny-moe has 512 positions"),
+    Refused("no lengths", (*RANDOM, "--programs", "decode/1,prefill"), "prompts are measured by --prefill"),
+    Refused(
+        "census of prompts",
+        (*RANDOM, "--programs", "prefill", "--prefill", "16", "--census"),
+        "belong to decode/1; add it",
+    ),
     Refused("usage", (*RANDOM, "--repeats", "0"), "0 is not in the range x>=1. Run `lynnc bench --help`."),
 )
 
@@ -204,6 +252,7 @@ def test_help_shows_every_option() -> None:
         "--weights",
         "--random-weights",
         "--contexts",
+        "--prefill",
         "--breakdown",
         "--census",
         "--peer",
@@ -216,7 +265,7 @@ def test_help_shows_every_option() -> None:
 def test_a_measured_plan_needs_its_programs(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_command, "open_device", lambda number: pytest.fail("the driver was opened"))
     line = complaint(bench(plan, *QUICK, "--programs", "decode/8"))
-    assert line.endswith("has no program decode/8: it has decode/1, decode/2, decode/4, prefill.")
+    assert line.endswith("has no program decode/8: it has decode/1, decode/2, decode/4, prefill, prefill/16.")
 
 
 WITHOUT = """

@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes, kernel by kernel, by running parts of it.
+"""Where the time of a step goes, kernel by kernel, by running parts of it.
 
 In: an executor and the costs of a program's launches. Out: a ``KernelTime`` for each kernel. ``alone`` is the time of a
 launch in a chain of only this kernel's launches; ``marginal`` is what the step gets shorter by without them. The two
@@ -14,8 +14,9 @@ Example::
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from lynnc.bench.timing import TOKEN, Effort, Timing, repeat
 from lynnc.compiler import graph_of
@@ -24,17 +25,20 @@ from lynnc.plan import Program, aligned
 from lynnc.runtime.calls import calls_of
 from lynnc.runtime.device import Call
 from lynnc.runtime.executor import Executor
-from lynnc.runtime.rows import rows_of
+from lynnc.runtime.rows import Columns, columns_of, rows_of
+from lynnc.target import Device
 
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
-    """Launches of one kernel in a step. ``bytes`` are those that one launch must move, the mean over the layers."""
+    """Launches of one kernel in a step. ``bytes`` and ``flops`` are those of one launch at least, the mean over the
+    layers."""
 
     label: str
     kernel: str
     count: int
     bytes: float
+    flops: float
     alone: Timing
     marginal: float | None
 
@@ -43,34 +47,46 @@ class KernelTime:
         """Seconds of all its launches, each as long as alone."""
         return self.count * self.alone.median
 
+    def limit(self, device: Device) -> tuple[str, float]:
+        """What binds a launch at most, memory or tensor cores, and the seconds that it takes at that limit."""
+        limits = {"memory": self.bytes / device.bandwidth_bytes_per_s, "tensor": self.flops / device.flops_per_s}
+        name = max(limits, key=lambda limit: limits[limit])
+        return name, limits[name]
+
+
+def own_bytes(program: Program) -> int:
+    """Bytes that a program's tensors take if none shares memory with another."""
+    return sum(aligned(place.bytes) for place in program.tensors if place.offset is not None)
+
 
 class Parts:
-    """A program's launches, each reading and writing memory that no other tensor shares; ``own`` says where."""
+    """A program's launches, each reading and writing memory that no other tensor shares; ``own`` says where.
 
-    def __init__(self, executor: Executor, name: str, context: int) -> None:
-        self.executor, self.program, self.context = executor, executor.program(name), context
-        self.rows = self.program.max_rows
-        self.own = self._own_memory(self.program)
-        self.calls = calls_of(
-            self.program,
-            executor.kernels,
-            executor.memory.addresses,
-            self.rows,
-            executor.context,
-            self.own,
-        )
+    ``columns`` are the inputs, as many rows of one sequence behind ``context`` tokens as the program has if not given;
+    ``scratch`` is memory for all tensors, allocated if not given.
+    """
+
+    def __init__(
+        self, executor: Executor, name: str, context: int, columns: Columns | None = None, scratch: int | None = None
+    ) -> None:
+        self.executor, self.program = executor, executor.program(name)
+        self.columns = columns or columns_of(rows_of([TOKEN] * self.program.max_rows, context))
+        self.rows = len(self.columns["token"])
+        self.own = self._own_memory(scratch)
+        addresses = executor.memory.addresses
+        self.calls = calls_of(self.program, executor.kernels, addresses, self.rows, executor.context, self.own)
         executor.assume(context, TOKEN)
         self.launch(self.calls)
 
-    def _own_memory(self, program: Program) -> dict[str, int]:
-        tensors = dict(self.executor.memory.addresses.of(program))
-        inside = [place for place in program.tensors if place.offset is not None]
-        size = sum(aligned(place.bytes) for place in inside)
-        start = self.executor.device.allocate(size)
-        self.executor.device.fill(start, 0, size)
-        for place in inside:
-            tensors[place.name] = start
-            start += aligned(place.bytes)
+    def _own_memory(self, scratch: int | None) -> dict[str, int]:
+        device, size = self.executor.device, own_bytes(self.program)
+        tensors = dict(self.executor.memory.addresses.of(self.program))
+        start = device.allocate(size) if scratch is None else scratch
+        device.fill(start, 0, size)
+        for place in self.program.tensors:
+            if place.offset is not None:
+                tensors[place.name] = start
+                start += aligned(place.bytes)
         return tensors
 
     def launch(self, calls: Sequence[Call]) -> None:
@@ -80,7 +96,7 @@ class Parts:
         self.executor.device.synchronize()
 
     def _set_inputs(self) -> None:
-        self.executor.write_rows(rows_of([TOKEN] * self.rows, self.context))
+        self.executor.write_columns(self.columns)
 
     def time(self, calls: Sequence[Call], effort: Effort) -> Timing:
         """GPU time of some launches as a graph of their own."""
@@ -95,9 +111,17 @@ class Parts:
 def time_kernels(
     executor: Executor, name: str, context: int, effort: Effort, with_marginal: bool = False
 ) -> Iterator[KernelTime]:
-    """Every kernel of a program in the order of its first launch."""
+    """Every kernel of a decode program in the order of its first launch, behind ``context`` tokens."""
     parts = Parts(executor, name, context)
-    moved = bytes_of_launches(executor, name, context)
+    yield from kernel_times(parts, (parts.rows, context), effort, with_marginal)
+
+
+def kernel_times(
+    parts: Parts, costed: tuple[int, int], effort: Effort, with_marginal: bool = False
+) -> Iterator[KernelTime]:
+    """Every kernel of a step; ``costed`` are T and S of what it must move and compute, padding left out."""
+    executor = parts.executor
+    needs = needs_of_launches(executor, parts.program.name, *costed)
     whole = parts.time(parts.calls, effort).median if with_marginal else 0.0
     for key, own in by_kernel(parts.calls).items():
         rest = [call for call in parts.calls if call.kernel != key]
@@ -105,17 +129,28 @@ def time_kernels(
             label=label_of(own),
             kernel=executor.plan.kernels[key].label,
             count=len(own),
-            bytes=sum(moved[call.op] for call in own) / len(own),
+            bytes=fmean(needs[call.op].bytes for call in own),
+            flops=fmean(needs[call.op].flops for call in own),
             alone=parts.time(own, effort).over(len(own)),
             marginal=(whole - parts.time(rest, effort).median) / len(own) if with_marginal else None,
         )
 
 
-def bytes_of_launches(executor: Executor, name: str, context: int) -> dict[str, float]:
-    """Bytes that each launch must move at least, by its op."""
-    rows = executor.program(name).max_rows
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a launch must move and compute at least."""
+
+    bytes: float
+    flops: float
+
+
+def needs_of_launches(executor: Executor, name: str, rows: int, context: int) -> Mapping[str, Need]:
+    """Bytes and FLOPs of each launch by its op, for T = ``rows`` and S = ``context``."""
     by_op = costs(graph_of(executor.plan, name))
-    return {op: evaluate_formula(cost.bytes, rows, context) for op, cost in by_op.items()}
+    return {
+        op: Need(evaluate_formula(cost.bytes, rows, context), evaluate_formula(cost.flops, rows, context))
+        for op, cost in by_op.items()
+    }
 
 
 def by_kernel(calls: Iterable[Call]) -> dict[str, list[Call]]:

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 
 from lynnc.bench.census import Census
 from lynnc.bench.kernels import KernelTime
+from lynnc.bench.prompts import PromptKernels, PromptTime
 from lynnc.bench.records import Record, Setting, Value
 from lynnc.bench.session import LoadTime, MemoryUse, StepTime
 from lynnc.runtime.peers.llamabench import PeerSpeed
+from lynnc.target import Device
 
 
 @dataclass(slots=True)
@@ -24,15 +26,19 @@ class Outcome:
     census: Census | None = None
     steps: list[StepTime] = field(default_factory=list)
     kernels: list[KernelTime] = field(default_factory=list)
+    prompts: list[PromptTime] = field(default_factory=list)
+    prompt_kernels: list[PromptKernels] = field(default_factory=list)
     peers: tuple[PeerSpeed, ...] = ()
 
 
-def records_of(outcome: Outcome, setting: Setting) -> list[Record]:
-    """A record for each figure."""
+def records_of(outcome: Outcome, setting: Setting, device: Device) -> list[Record]:
+    """A record for each figure; limits are those of ``device``."""
     return [
         *_load_records(outcome, setting),
         *(record for step in outcome.steps for record in _step_records(step, setting)),
         *(record for kernel in outcome.kernels for record in _kernel_records(kernel, setting)),
+        *(record for prompt in outcome.prompts for record in _prompt_records(prompt, setting)),
+        *(record for step in outcome.prompt_kernels for record in _prompt_kernel_records(step, setting, device)),
         *_peer_records(outcome, setting),
     ]
 
@@ -72,6 +78,35 @@ def _kernel_records(kernel: KernelTime, setting: Setting) -> Iterator[Record]:
     yield setting.time("kernel_us", kernel.alone, **where)
     if kernel.marginal is not None:
         yield setting.count("kernel_marginal_us", kernel.marginal * 1e6, "us", **where)
+
+
+def _prompt_records(prompt: PromptTime, setting: Setting) -> Iterator[Record]:
+    where: dict[str, Value] = {"tokens": prompt.length, "steps": prompt.steps}
+    yield setting.time("prefill_first_token_us", prompt.first_token, **where)
+    yield setting.time("prefill_gpu_us", prompt.gpu, **where)
+    yield setting.rate("prefill_tokens_per_s", prompt.first_token, prompt.length, "tokens/s", **where)
+    yield setting.count("prefill_first_use_us", prompt.first_use * 1e6, "us", **where)
+    over = {"workspace, inputs and outputs": prompt.memory, "shrank during prompts": prompt.shrank}
+    for what, size in over.items():
+        yield setting.count("prefill_memory_bytes", size, "B", what=what, **where)
+
+
+def _prompt_kernel_records(step: PromptKernels, setting: Setting, device: Device) -> Iterator[Record]:
+    for kernel in step.kernels:
+        limit, seconds = kernel.limit(device)
+        where: dict[str, Value] = {
+            "tokens": step.length,
+            "program": step.program,
+            "rows": step.rows,
+            "op": kernel.label,
+            "kernel": kernel.kernel,
+            "launches": kernel.count,
+            "bytes": round(kernel.bytes),
+            "flops": round(kernel.flops),
+            "limit": limit,
+            "of_limit": round(seconds / kernel.alone.median, 4),
+        }
+        yield setting.time("prefill_kernel_us", kernel.alone, **where)
 
 
 def _peer_records(outcome: Outcome, setting: Setting) -> Iterator[Record]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lynnc.bench.kernels import KernelTime, time_kernels
+from lynnc.bench.prompts import PromptKernels, PromptTime, time_prompt_kernels, time_prompts
 from lynnc.bench.timing import Effort, Timing, time_decode, time_generation, time_rows, timing_of
 from lynnc.plan import Plan
 from lynnc.programs import MOST_DECODE_ROWS, program_rows
@@ -29,9 +30,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What to measure: contexts, and with them kernels one by one and what each adds to a step; loading again."""
+    """What to measure: contexts and lengths of prompts, and with them kernels one by one and what each adds to a step;
+    loading again."""
 
     contexts: tuple[int, ...] = (128, 4096)
+    prompts: tuple[int, ...] = ()
     effort: Effort = field(default_factory=Effort)
     with_kernels: bool = True
     with_marginal: bool = False
@@ -42,7 +45,7 @@ class Wish:
     def room(self) -> int:
         """Positions that the longest measurement needs: every launch of a step goes on by one."""
         launches = max(self.effort.steps, self.effort.repeats, self.effort.warmup)
-        return max(self.contexts) + launches + MOST_DECODE_ROWS + 2
+        return max(max(self.contexts) + launches + MOST_DECODE_ROWS, *self.prompts, 0) + 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +134,14 @@ class Session:
         for found in time_kernels(self.executor, DECODE, wish.contexts[0], wish.effort, wish.with_marginal):
             say(f"{found.label} done")
             yield found
+
+    def prompt_times(self, wish: Wish, say: Say) -> Iterator[PromptTime]:
+        """Prompts of every length."""
+        return time_prompts(self.executor, wish.prompts, wish.effort, say)
+
+    def prompt_kernels(self, wish: Wish, say: Say) -> Iterator[PromptKernels]:
+        """Kernels of the last step of each prompt."""
+        return time_prompt_kernels(self.executor, wish.prompts, wish.effort, say)
 
 
 def open_session(plan: Path, source: WeightSource, wish: Wish, gpu: int, progress: Progress | None) -> Session:
