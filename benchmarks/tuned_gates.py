@@ -29,6 +29,8 @@ from lynnc.target import find_device
 PROGRAMS = "decode/1,decode/8,prefill"
 TOKENIZER = Path(__file__).parents[1] / "models" / "lynn-mini" / "tokenizer.json"
 """Any tokenizer with a smaller vocabulary than the model's will do: the weights mean nothing."""
+EFFORT = ("--tokens", 32, "--text-tokens", 1024)
+"""A large vocabulary makes every logit row a megabyte, which torch compares on the host."""
 UNTRAINED = {"divergent_share": 1.0, "agreement": 0.95}
 """Limits that do not hold for random weights: such a model is never sure of the next token."""
 
@@ -56,7 +58,7 @@ def main(model: str, device: str, layers: int, context: int, output: Path | None
         said = f"python benchmarks/tuned_gates.py {model} --device {device} --layers {layers} --context {context}"
         limits = scratch / "limits.json"
         limits.write_text(json.dumps({"tuning": UNTRAINED}))
-        common = ("--tokenizer", TOKENIZER, "--context", context, "--thresholds", limits)
+        common = ("--tokenizer", TOKENIZER, "--context", context, "--thresholds", limits, *EFFORT)
         judge_all([case], scratch, common, 1, Report(output, spec.name, said))
 
 
