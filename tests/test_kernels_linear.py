@@ -100,6 +100,15 @@ PREFILL = (
     Case(None, 144, 96, steps=17),
     Case(None, 128, 70, residual=True, steps=33),
     Case(None, 64, 33, f32=True, first_row=16, steps=1),
+    Case(None, 192, 48, steps=50),
+)
+TILES = (
+    {"SLICES": 0, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64},
+    {"SLICES": 0, "BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 16},
+    {"SLICES": 1, "BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 64},
+    {"SLICES": 4, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 256},
+    {"SLICES": 2, "BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 256},
+    {"SLICES": 4, "BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 64},
 )
 
 
@@ -111,6 +120,15 @@ def test_prefill_projection_equals_the_reference(case: Case, fmt: Format) -> Non
     out = graph.outputs[0]
     limit = 8e-3 if fmt is Format.NVFP4_FP16 else 4e-3  # tiles hold code * FP16 scale rounded to BF16
     assert_close(outcome.kernels[out], outcome.reference[out], limit, f"{fmt} {case}")
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: "-".join(map(str, tile.values())))
+def test_prefill_tiles_of_every_form(tile: dict[str, int], fmt: Format) -> None:
+    case = Case(None, 512, 40, residual=True, first_row=24, steps=35)
+    outcome = run_both(projection(case, fmt), random_inputs(case), knobs={"gemm": {**tile, "num_stages": 2}})
+    limit = 8e-3 if fmt is Format.NVFP4_FP16 else 4e-3
+    assert_close(outcome.kernels["z"], outcome.reference["z"], limit, f"{fmt} {tile}")
 
 
 @pytest.mark.parametrize("rows", [1, 3])

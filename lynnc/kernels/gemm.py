@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 
-from lynnc.ir import Add, DType, Graph, Linear, Op
+from lynnc.ir import Add, DType, Format, Graph, Linear, Op
 from lynnc.kernels.kernel import (
     FORMAT_CODE,
     Binding,
@@ -17,6 +18,7 @@ from lynnc.kernels.kernel import (
     body_of,
     ceil_div,
     need,
+    next_power_of_two,
     null_arg,
     part_rows,
     placed,
@@ -25,18 +27,71 @@ from lynnc.kernels.kernel import (
     weight_args,
 )
 from lynnc.kernels.linear import linear_problem
+from lynnc.programs import most_rows
 from lynnc.target import Target
+
+ROW_CLASSES = (16, 64, 512, 2048)
+"""Rows of a program as its tiles see them, rounded up; the last is for any larger number too."""
+STORE_ELEMENTS = 8
+"""Elements of one store, where the output's rows and columns allow it."""
+BYTES: Mapping[str, float] = MappingProxyType(
+    {Format.NVFP4: 0.5625, Format.NVFP4_FP16: 0.625, Format.FP8: 1.0, Format.BF16: 2.0}
+)
+"""Bytes of an element with its share of the block scales."""
+
+
+def row_class(graph: Graph) -> int:
+    """The class of the rows of a program."""
+    rows = most_rows(graph.program) or ROW_CLASSES[-1]
+    return next((limit for limit in ROW_CLASSES if rows <= limit), ROW_CLASSES[-1])
+
+
+def _problem(graph: Graph, op: Op) -> Problem:
+    """A projection and the class of its rows: the row's bits may differ between programs of unlike classes."""
+    return {**linear_problem(graph, op), "rows": row_class(graph)}
 
 
 def _default(problem: Problem, target: Target) -> Knobs:
-    return {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2}
+    """Tiles by the class of rows: few rows are bound by the bytes of weights, many by tensor cores."""
+    rows, columns = int(problem["rows"]), int(problem["k"])
+    n = int(str(problem["n"]).removeprefix("router-"))
+    m, n, k, slices, warps, stages = _tile(rows, n, target.has_wgmma or target.has_tcgen05)
+    power = columns & -columns  # the largest that divides them
+    k = min(k, power if power >= 64 else next_power_of_two(columns))
+    slices = min(slices, max(k // 64, 1))
+    knobs = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "SLICES": slices, "num_warps": warps, "num_stages": stages}
+    return MappingProxyType(knobs)
+
+
+def _tile(rows: int, n: int, reads_shared: bool) -> tuple[int, int, int, int, int, int]:
+    """BLOCK_M, BLOCK_N, BLOCK_K, SLICES, warps, stages. Slices where there are too few tiles to share otherwise."""
+    if rows <= 16:
+        return 16, 16 if n <= 4096 else 32, 512, 8, 8, 3
+    if n <= 512 or (rows <= 64 and not reads_shared):
+        return 32, 32, 256, 4, 4, 3
+    if not reads_shared:
+        return 128, 64, 64, 1, 4, 3
+    if rows <= 64:
+        return 64, 128 if n >= 8192 else 64, 128, 0, 4, 4
+    if rows <= 512 or n <= 2048:
+        return 128, 128, 64, 0, 8, 4
+    return 256, 128, 64, 0, 8, 3
 
 
 def _fits_shared_memory(problem: Problem, knobs: Knobs, target: Target) -> str | None:
-    """Both tiles of every stage in flight."""
-    needed = 2 * knobs["num_stages"] * knobs["BLOCK_K"] * (knobs["BLOCK_M"] + knobs["BLOCK_N"])
+    """Both tiles of every stage in flight, and the results on their way to the layout of the output."""
+    m, n, k = knobs["BLOCK_M"], knobs["BLOCK_N"], knobs["BLOCK_K"]
+    stages = int(knobs["num_stages"] * k * (2 * m + BYTES[str(problem["formats"])] * n))
+    needed = max(stages, 4 * m * n * max(knobs["SLICES"], 1))
     if needed > target.shared_memory_limit:
         return f"tiles of {needed:,} bytes exceed the {target.shared_memory_limit:,} of shared memory"
+    return None
+
+
+def _slices_divide_columns(problem: Problem, knobs: Knobs, target: Target) -> str | None:
+    """A slice has whole groups of columns."""
+    if knobs["SLICES"] and knobs["BLOCK_K"] < 16 * knobs["SLICES"]:
+        return f"{knobs['SLICES']} slices of {knobs['BLOCK_K']} columns are narrower than 16"
     return None
 
 
@@ -45,7 +100,7 @@ def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
     adds = body_of(op, Add)
     out = adds[0].out if adds else linear.out
     weight, place, width = graph.weights[linear.weight], placed(graph, linear.x), graph.tensors[linear.out].width
-    rows = graph.tensors[out].shape[0]
+    rows, out_place = graph.tensors[out].shape[0], placed(graph, out)
     args = (
         tensor_arg(graph, "x", linear.x),
         tensor_arg(graph, "residual", adds[0].a) if adds else null_arg("residual", "*bf16"),
@@ -54,8 +109,8 @@ def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         value_arg("rows", rows),
         value_arg("first_row", linear.first_row),
         value_arg("n", width),
-        value_arg("column", placed(graph, out).offset),
-        value_arg("out_stride", placed(graph, out).stride),
+        value_arg("column", out_place.offset),
+        value_arg("out_stride", out_place.stride),
     )
     constants = {
         "K": weight.columns,
@@ -65,7 +120,8 @@ def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         "OUT_F32": graph.tensors[out].dtype is DType.F32,
         "FORMAT": FORMAT_CODE[weight.format],
         "PART_ROWS": part_rows(weight),
-        **{name: knobs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K")},
+        "EVEN": all(size % STORE_ELEMENTS == 0 for size in (width, out_place.offset, out_place.stride)),
+        **{name: knobs[name] for name in ("SLICES", "BLOCK_M", "BLOCK_N", "BLOCK_K")},
     }
     return Binding(args, constants, (ceil_div(rows, knobs["BLOCK_M"]), ceil_div(width, knobs["BLOCK_N"]), 1))
 
@@ -76,17 +132,19 @@ GEMM = Kernel(
     family=Family.PREFILL,
     space=MappingProxyType(
         {
-            "BLOCK_M": PowerOfTwo(16, 128),
+            "BLOCK_M": PowerOfTwo(16, 256),
             "BLOCK_N": PowerOfTwo(16, 256),
-            "BLOCK_K": PowerOfTwo(16, 128),
-            "num_warps": PowerOfTwo(1, 8),
-            "num_stages": Choice((1, 2, 3, 4)),
+            "BLOCK_K": PowerOfTwo(16, 1024),
+            "SLICES": Choice((0, 1, 2, 4, 8, 16)),
+            "num_warps": PowerOfTwo(1, 16),
+            "num_stages": Choice((1, 2, 3, 4, 5, 6)),
         }
     ),
     default=_default,
-    problem=linear_problem,
+    problem=_problem,
     bind=_bind,
-    constraints=(_fits_shared_memory,),
+    constraints=(_fits_shared_memory, _slices_divide_columns),
 )
+"""``SLICES`` parts of a block of columns go to warps of their own; with 0 tensor cores read x from shared memory."""
 
 KERNELS = (GEMM,)
