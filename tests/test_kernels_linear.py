@@ -103,12 +103,8 @@ PREFILL = (
     Case(None, 192, 48, steps=50),
 )
 TILES = (
-    {"SLICES": 0, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64},
-    {"SLICES": 0, "BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 16},
-    {"SLICES": 1, "BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 64},
-    {"SLICES": 4, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 256},
-    {"SLICES": 2, "BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 256},
-    {"SLICES": 4, "BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 64},
+    {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64},
+    {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 16},
 )
 
 

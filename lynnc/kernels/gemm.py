@@ -53,45 +53,36 @@ def _problem(graph: Graph, op: Op) -> Problem:
 
 def _default(problem: Problem, target: Target) -> Knobs:
     """Tiles by the class of rows: few rows are bound by the bytes of weights, many by tensor cores."""
-    rows, columns = int(problem["rows"]), int(problem["k"])
     n = int(str(problem["n"]).removeprefix("router-"))
-    m, n, k, slices, warps, stages = _tile(rows, n, target.has_wgmma or target.has_tcgen05)
+    block_m, block_n, block_k, warps, stages = _tile(int(problem["rows"]), n, target.has_wgmma or target.has_tcgen05)
+    columns = int(problem["k"])
     power = columns & -columns  # the largest that divides them
-    k = min(k, power if power >= 64 else next_power_of_two(columns))
-    slices = min(slices, max(k // 64, 1))
-    knobs = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "SLICES": slices, "num_warps": warps, "num_stages": stages}
-    return MappingProxyType(knobs)
+    block_k = min(block_k, power if power >= 64 else next_power_of_two(columns))
+    return MappingProxyType(
+        {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps, "num_stages": stages}
+    )
 
 
-def _tile(rows: int, n: int, reads_shared: bool) -> tuple[int, int, int, int, int, int]:
-    """BLOCK_M, BLOCK_N, BLOCK_K, SLICES, warps, stages. Slices where there are too few tiles to share otherwise."""
-    if rows <= 16:
-        return 16, 16 if n <= 4096 else 32, 512, 8, 8, 3
-    if n <= 512 or (rows <= 64 and not reads_shared):
-        return 32, 32, 256, 4, 4, 3
-    if not reads_shared:
-        return 128, 64, 64, 1, 4, 3
+def _tile(rows: int, n: int, has_large_mma: bool) -> tuple[int, int, int, int, int]:
+    """BLOCK_M, BLOCK_N, BLOCK_K, warps, stages; the best of those that were tried on an H200."""
     if rows <= 64:
-        return 64, 128 if n >= 8192 else 64, 128, 0, 4, 4
-    if rows <= 512 or n <= 2048:
-        return 128, 128, 64, 0, 8, 4
-    return 256, 128, 64, 0, 8, 3
+        return rows, 64, 128, 4, 4
+    if not has_large_mma or n <= 512:
+        return 128 if n > 512 else 32, 64, 64 if n > 512 else 128, 4, 3
+    if rows <= 512:
+        return 128, 128 if n >= 8192 else 64, 64, 4, 4
+    if n < 2048:
+        return 128, 128, 128, 8, 3
+    return 256, 128, 64, 8, 4
 
 
 def _fits_shared_memory(problem: Problem, knobs: Knobs, target: Target) -> str | None:
     """Both tiles of every stage in flight, and the results on their way to the layout of the output."""
     m, n, k = knobs["BLOCK_M"], knobs["BLOCK_N"], knobs["BLOCK_K"]
     stages = int(knobs["num_stages"] * k * (2 * m + BYTES[str(problem["formats"])] * n))
-    needed = max(stages, 4 * m * n * max(knobs["SLICES"], 1))
+    needed = max(stages, 4 * m * n)
     if needed > target.shared_memory_limit:
         return f"tiles of {needed:,} bytes exceed the {target.shared_memory_limit:,} of shared memory"
-    return None
-
-
-def _slices_divide_columns(problem: Problem, knobs: Knobs, target: Target) -> str | None:
-    """A slice has whole groups of columns."""
-    if knobs["SLICES"] and knobs["BLOCK_K"] < 16 * knobs["SLICES"]:
-        return f"{knobs['SLICES']} slices of {knobs['BLOCK_K']} columns are narrower than 16"
     return None
 
 
@@ -121,7 +112,7 @@ def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         "FORMAT": FORMAT_CODE[weight.format],
         "PART_ROWS": part_rows(weight),
         "EVEN": all(size % STORE_ELEMENTS == 0 for size in (width, out_place.offset, out_place.stride)),
-        **{name: knobs[name] for name in ("SLICES", "BLOCK_M", "BLOCK_N", "BLOCK_K")},
+        **{name: knobs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K")},
     }
     return Binding(args, constants, (ceil_div(rows, knobs["BLOCK_M"]), ceil_div(width, knobs["BLOCK_N"]), 1))
 
@@ -135,7 +126,6 @@ GEMM = Kernel(
             "BLOCK_M": PowerOfTwo(16, 256),
             "BLOCK_N": PowerOfTwo(16, 256),
             "BLOCK_K": PowerOfTwo(16, 1024),
-            "SLICES": Choice((0, 1, 2, 4, 8, 16)),
             "num_warps": PowerOfTwo(1, 16),
             "num_stages": Choice((1, 2, 3, 4, 5, 6)),
         }
@@ -143,8 +133,7 @@ GEMM = Kernel(
     default=_default,
     problem=_problem,
     bind=_bind,
-    constraints=(_fits_shared_memory, _slices_divide_columns),
+    constraints=(_fits_shared_memory,),
 )
-"""``SLICES`` parts of a block of columns go to warps of their own; with 0 tensor cores read x from shared memory."""
 
 KERNELS = (GEMM,)
