@@ -8,6 +8,7 @@ from types import MappingProxyType
 from lynnc.ir import (
     Add,
     Combine,
+    Dim,
     Graph,
     GroupByExpert,
     GroupedLinear,
@@ -123,7 +124,7 @@ def _tiles_problem(graph: Graph, op: Op) -> Problem:
     }
 
 
-def _grid(graph: Graph, op: Op, columns: int) -> tuple[object, ...]:
+def _grid(graph: Graph, op: Op, columns: int) -> tuple[Dim, Dim, Dim]:
     """Programs: blocks of columns first, so that those of a tile, and tiles of an expert, run beside each other."""
     linear = need(op, GroupedLinear)
     tile, tiles = _tile(graph, linear.tiles)
