@@ -514,8 +514,8 @@ class GroupByExpert(Op):
 
     ids I32 [T, k]. order I32 [T, k], flat: the pairs ``t * k + a``; those of expert e are at the places from
     ``start(e)`` to before ``start(e + 1)``. tiles I32 [T * k // tile + experts, 3]: expert, first place, place after
-    the last. The tiles of expert e start at index ``start(e) // tile + e``, which leaves room for all; what is left over
-    holds no places.
+    the last. The tiles of expert e start at index ``start(e) // tile + e``, which leaves room for all; what is left
+    over holds no places.
     """
 
     ids: str = _read()
