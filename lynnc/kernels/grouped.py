@@ -49,7 +49,7 @@ TILES_SPACE: Mapping[str, Knob] = MappingProxyType(
         "BLOCK_N": PowerOfTwo(16, 256),
         "BLOCK_K": PowerOfTwo(64, 512),
         "SWAP": Choice((0, 1)),
-        "DIRECT": Choice((0, 1, 2)),
+        "DIRECT": Choice((0, 1)),
         "num_warps": PowerOfTwo(1, 8),
         "num_stages": Choice((1, 2, 3, 4, 5)),
     }
@@ -58,6 +58,8 @@ TILES_SPACE: Mapping[str, Knob] = MappingProxyType(
 GROUP_SPACE: Mapping[str, Knob] = MappingProxyType(
     {"BLOCK": PowerOfTwo(16, 4096), "num_warps": PowerOfTwo(1, 16), "num_stages": Choice((1,))}
 )
+WIDE_TILE = 64
+"""Rows of a tile from which on arithmetic binds, not bytes."""
 SECOND_NAMES = ("data2", "scales2", "globals2")
 
 
@@ -87,15 +89,9 @@ def _bind_group(graph: Graph, op: Op, knobs: Knobs) -> Binding:
 
 def _group_default(problem: Problem, target: Target) -> Knobs:
     """All pairs of a short step at once; of a long one as many as a program's threads hold in registers."""
-    return (
-        {"BLOCK": 512, "num_warps": 4, "num_stages": 1}
-        if int(problem["tile"]) < 64
-        else {
-            "BLOCK": 2048,
-            "num_warps": 8,
-            "num_stages": 1,
-        }
-    )
+    if int(problem["tile"]) < WIDE_TILE:
+        return {"BLOCK": 512, "num_warps": 4, "num_stages": 1}
+    return {"BLOCK": 2048, "num_warps": 8, "num_stages": 1}
 
 
 def _shared_args(graph: Graph, shared: Linear | None, weight: Weight) -> tuple[Arg, ...]:
@@ -190,8 +186,17 @@ def _bind_down(graph: Graph, op: Op, knobs: Knobs) -> Binding:
     return Binding(args, MappingProxyType(constants), _grid(graph, op, -(-weight.rows // knobs["BLOCK_N"])))
 
 
-def _tiles_default(problem: Problem, target: Target) -> Knobs:
-    return {"BLOCK_N": 64, "BLOCK_K": 128, "SWAP": 1, "DIRECT": 1, "num_warps": 4, "num_stages": 3}
+def _up_default(problem: Problem, target: Target) -> Knobs:
+    """Measured on an H200, as those below: few rows want weights that go from words to operands in registers."""
+    if int(problem["tile"]) < WIDE_TILE:
+        return {"BLOCK_N": 64, "BLOCK_K": 128, "SWAP": 1, "DIRECT": 1, "num_warps": 4, "num_stages": 3}
+    return {"BLOCK_N": 64, "BLOCK_K": 64, "SWAP": 1, "DIRECT": 0, "num_warps": 4, "num_stages": 3}
+
+
+def _down_default(problem: Problem, target: Target) -> Knobs:
+    if int(problem["tile"]) < WIDE_TILE:
+        return {"BLOCK_N": 128, "BLOCK_K": 128, "SWAP": 1, "DIRECT": 1, "num_warps": 4, "num_stages": 3}
+    return {"BLOCK_N": 128, "BLOCK_K": 64, "SWAP": 0, "DIRECT": 0, "num_warps": 4, "num_stages": 3}
 
 
 def _is_direct(problem: Problem, knobs: Knobs, target: Target) -> str | None:
@@ -241,7 +246,7 @@ GROUPED_UP = Kernel(
     patterns=("GroupedUp",),
     family=Family.PREFILL,
     space=TILES_SPACE,
-    default=_tiles_default,
+    default=_up_default,
     problem=_tiles_problem,
     bind=_bind_up,
     constraints=(_has_two_halves, _is_direct),
@@ -251,7 +256,7 @@ GROUPED_DOWN = Kernel(
     patterns=("GroupedDown",),
     family=Family.PREFILL,
     space=TILES_SPACE,
-    default=_tiles_default,
+    default=_down_default,
     problem=_tiles_problem,
     bind=_bind_down,
     constraints=(_is_direct,),
