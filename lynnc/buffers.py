@@ -43,7 +43,8 @@ def _spans(graph: Graph, max_rows: int) -> list[_Span]:
 
 def _bytes(graph: Graph, name: str, max_rows: int) -> int:
     tensor = graph.tensors[name]
-    rows = max_rows if tensor.shape[0] == T else int(tensor.shape[0])
+    rows = tensor.shape[0]
+    rows = rows if isinstance(rows, int) else int(rows.subs(T, max_rows))
     return aligned(rows * tensor.width * tensor.dtype.bytes)
 
 

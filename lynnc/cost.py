@@ -150,8 +150,8 @@ def _weight_bytes(graph: Graph, op: Op) -> Expr:
     for name in op.names("weight"):
         weight = graph.weights[name]
         share = sympy.Rational(weight.bytes, max(weight.experts * weight.rows, 1))
-        if isinstance(op, ir.ExpertLinear):
-            used = distinct_experts(weight.experts, int(graph.tensors[op.ids].shape[1]), _rows(graph, op))
+        if isinstance(op, ir.ExpertLinear | ir.GroupedLinear):
+            used = distinct_experts(weight.experts, int(graph.tensors[op.out].shape[1]), _rows(graph, op))
             total += used * weight.rows * share
         elif isinstance(op, ir.Linear):
             total += graph.tensors[op.out].width * share
@@ -233,6 +233,7 @@ _FLOPS: Mapping[type[Op], Callable[[Graph, Any], Expr]] = MappingProxyType(
     {
         ir.Linear: _linear_flops,
         ir.ExpertLinear: _linear_flops,
+        ir.GroupedLinear: _linear_flops,
         ir.Attention: _attention_flops,
         ir.AttentionPartial: _attention_flops,
         ir.GatedDelta: _delta_flops,

@@ -96,7 +96,7 @@ class Run:
         rows = root.shape[0]
         if isinstance(rows, int):  # comparing a number with a symbol is slow
             return rows
-        return self.rows if rows == ir.T else int(rows)
+        return self.rows if rows == ir.T else int(rows.subs(ir.T, self.rows))
 
     def get(self, name: str) -> torch.Tensor:
         """The tensor in its own dtype and shape."""
@@ -341,6 +341,31 @@ def _expert_linear(run: Run, op: ir.ExpertLinear) -> None:
     run.put(op.out, torch.stack(rows))
 
 
+def _group_by_expert(run: Run, op: ir.GroupByExpert) -> None:
+    ids = run.get(op.ids).flatten().long()
+    counts = torch.bincount(ids, minlength=op.experts).tolist()
+    run.put(op.order, torch.sort(ids, stable=True).indices)
+    tiles, start = [], 0
+    for expert, count in enumerate(counts):
+        end = start + count
+        slots = end // op.tile - start // op.tile + 1
+        firsts = [min(start + slot * op.tile, end) for slot in range(slots)]
+        tiles += [(expert, first, min(first + op.tile, end)) for first in firsts]
+        start = end
+    run.put(op.tiles, torch.tensor(tiles, dtype=torch.int32))
+
+
+def _grouped_linear(run: Run, op: ir.GroupedLinear) -> None:
+    x, order, weight = run.f32(op.x), run.get(op.order).flatten().long(), run.weights[op.weight]
+    slots = int(run.graph.tensors[op.order].shape[1])
+    pairs = x.repeat_interleave(slots, dim=0) if x.dim() == 2 else x.flatten(0, 1)
+    out = torch.zeros(len(pairs), weight.shape[1])
+    for expert, first, end in run.get(op.tiles).tolist():
+        found = order[first:end]
+        out[found] = pairs[found] @ weight[expert].T
+    run.put(op.out, out)
+
+
 def _combine(run: Run, op: ir.Combine) -> None:
     x, scores = run.f32(op.x), run.f32(op.scores)
     total = torch.zeros_like(x[:, 0])
@@ -405,6 +430,8 @@ _MEANING: Mapping[type[Op], Callable[[Run, Any], None]] = {
     ir.OutputGate: _output_gate,
     ir.TopK: _top_k,
     ir.ExpertLinear: _expert_linear,
+    ir.GroupByExpert: _group_by_expert,
+    ir.GroupedLinear: _grouped_linear,
     ir.Combine: _combine,
     ir.SharedAdd: _shared_add,
     ir.Argmax: _argmax,

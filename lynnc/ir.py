@@ -509,8 +509,36 @@ class ExpertLinear(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class GroupByExpert(Op):
+    """Pairs (row, slot) in the order of their experts, equal ones as they stand, cut into tiles of one expert each.
+
+    ids I32 [T, k]. order I32 [T, k], flat: the pairs ``t * k + a``; those of expert e are at the places from
+    ``start(e)`` to before ``start(e + 1)``. tiles I32 [T * k // tile + experts, 3]: expert, first place, place after
+    the last. The tiles of expert e start at index ``start(e) // tile + e``, which leaves room for all; what is left
+    over holds no places.
+    """
+
+    ids: str = _read()
+    order: str = _write()
+    tiles: str = _write()
+    experts: int
+    tile: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedLinear(Op):
+    """``ExpertLinear`` by tiles: ``out[t, a] = x[t] (or x[t, a]) @ weight[e].T`` for the pairs in e's tiles."""
+
+    x: str = _read()
+    order: str = _read()
+    tiles: str = _read()
+    weight: str = _weight()
+    out: str = _write()
+
+
+@dataclass(frozen=True, slots=True)
 class Combine(Op):
-    """``out[t] = sum over a, in order, of scores[t, a] * x[t, a]`` in FP32; x F32 [T, k, D], out F32 [T, D]."""
+    """``out[t] = sum over a, in order, of scores[t, a] * x[t, a]`` in FP32; x [T, k, D], out F32 [T, D]."""
 
     x: str = _read()
     scores: str = _read()
@@ -519,7 +547,7 @@ class Combine(Op):
 
 @dataclass(frozen=True, slots=True)
 class SharedAdd(Op):
-    """``out = experts + sigmoid(gate) * shared`` in FP32, rounded to BF16; gate F32 [T, 1], the others F32 [T, D]."""
+    """``out = experts + sigmoid(gate) * shared`` in FP32, rounded to BF16; gate F32 [T, 1], the others [T, D]."""
 
     experts: str = _read()
     shared: str = _read()

@@ -12,6 +12,7 @@ from lynnc.ir import (
     ExpertLinear,
     Fused,
     Graph,
+    GroupedLinear,
     Linear,
     Op,
     Stage,
@@ -99,7 +100,7 @@ def _views_lie_inside_their_base(graph: Graph) -> Iterator[str]:
 
 def _linears_fit_their_weights(graph: Graph) -> Iterator[str]:
     for op in walk(graph.ops):
-        if not isinstance(op, (Linear, ExpertLinear)):
+        if not isinstance(op, (Linear, ExpertLinear, GroupedLinear)):
             continue
         weight, x, out = graph.weights[op.weight], graph.tensors[op.x], graph.tensors[op.out]
         columns = x.width if isinstance(op, Linear) else int(x.shape[-1])

@@ -8,11 +8,20 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import TARGET, assert_close, pack_graph, run_both
-from moe_graphs import CASES, KNOBS, ROUTED, Case, compare, fused, inputs_of, keep_all, moe_graph, router_rows
+from moe_graphs import (
+    CASES,
+    KNOBS,
+    ROUTED,
+    Case,
+    compare,
+    fused,
+    inputs_of,
+    keep_all,
+    moe_graph,
+    published_block,
+    router_rows,
+)
 from torch import nn
-from transformers import Qwen3_5MoeTextConfig, Qwen3MoeConfig
-from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSparseMoeBlock
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from lynnc.choose import choose_all
 from lynnc.interpret import TORCH_DTYPE
@@ -106,34 +115,6 @@ def test_one_expert_takes_every_row_and_others_none() -> None:
     found = run_both(graph, inputs, knobs=KNOBS)
     assert found.kernels["ids"].flatten().tolist() == [4, 4, 4]
     compare(found, graph.outputs)
-
-
-def published_block(case: Case, values: dict[str, torch.Tensor]) -> nn.Module:
-    """The family's own block with our dequantised weights in FP32."""
-    sizes = {
-        "hidden_size": case.hidden,
-        "num_experts": case.experts,
-        "num_experts_per_tok": case.k,
-        "moe_intermediate_size": case.size,
-    }
-    if case.shared:
-        config = Qwen3_5MoeTextConfig(**sizes, shared_expert_intermediate_size=case.shared)
-        block = Qwen3_5MoeSparseMoeBlock(config)
-    else:
-        config = Qwen3MoeConfig(**sizes, norm_topk_prob=case.normalize)
-        block = Qwen3MoeSparseMoeBlock(config)
-    config._experts_implementation = "eager"
-    weights = {"experts.gate_up_proj": values["up"], "experts.down_proj": values["down"]}
-    if case.shared:
-        gate, up = values["shared_up"].chunk(2)
-        weights |= {"shared_expert.gate_proj.weight": gate, "shared_expert.up_proj.weight": up}
-        weights["shared_expert.down_proj.weight"] = values["shared_down"]
-    own = block.state_dict()
-    generator = torch.Generator().manual_seed(1)
-    for name in set(own) - set(weights):  # the router and the shared gate, whose output is our input
-        weights[name] = torch.randn(own[name].shape, generator=generator) * 0.3
-    block.load_state_dict(weights)
-    return block
 
 
 @pytest.mark.parametrize(

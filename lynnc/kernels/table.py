@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lynnc.errors import GraphError
 from lynnc.ir import Graph, Op, T
-from lynnc.kernels import attention, experts, gdn, gemm, greedy, linear, mlp, moe, simple
+from lynnc.kernels import attention, experts, gdn, gemm, greedy, grouped, linear, mlp, moe, simple
 from lynnc.kernels.kernel import Family, Kernel
 from lynnc.programs import MOST_DECODE_ROWS, is_prefill
 
@@ -17,6 +17,7 @@ KERNELS: tuple[Kernel, ...] = (
     *attention.KERNELS,
     *moe.KERNELS,
     *experts.KERNELS,
+    *grouped.KERNELS,
     *mlp.KERNELS,
 )
 

@@ -22,6 +22,7 @@ from lynnc.passes.fuse_norm import fuse_norm
 from lynnc.passes.fuse_output_gate import fuse_output_gate
 from lynnc.passes.fuse_projections import fuse_projections
 from lynnc.passes.fuse_residual import fuse_residual
+from lynnc.passes.group_experts import group_experts
 from lynnc.passes.split_argmax import split_argmax
 from lynnc.passes.split_attention import split_attention
 from lynnc.programs import is_prefill
@@ -56,6 +57,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(fuse_output_gate, in_prefill=False),
     Pass(fuse_experts_up, in_prefill=False),
     Pass(fuse_experts_down, in_prefill=False),
+    Pass(group_experts, in_prefill=True),
     Pass(fuse_gate_up, in_prefill=False),
     Pass(fuse_residual, in_prefill=True),
     Pass(fuse_norm, in_prefill=False),

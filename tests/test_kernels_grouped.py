@@ -1,0 +1,182 @@
+"""Experts by tiles of rows, as programs for prompts launch them: against the interpreter and the models' own blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import harness
+import pytest
+import torch
+from harness import TARGET, Outcome, assert_close, op_graph, pack_graph, run_both
+from moe_graphs import CASES, ROUTED, Case, compare, inputs_of, keep_all, moe_graph, published_block, router_rows
+from quick import quick_interpreter
+from torch import nn
+
+from lynnc.choose import choose_all
+from lynnc.ir import DType, Graph, GroupByExpert, T
+from lynnc.lower import lower
+from lynnc.passes.group_experts import group_experts
+from lynnc.records import Records
+
+Knobs = Mapping[str, Mapping[str, int]]
+PROJECTIONS = ("grouped_up", "grouped_down")
+LEFT: Knobs = {name: {"BLOCK_N": 64, "BLOCK_K": 64, "SWAP": 1, "DIRECT": 0} for name in PROJECTIONS}
+RIGHT: Knobs = {name: {"BLOCK_N": 64, "BLOCK_K": 128, "SWAP": 0, "DIRECT": 0} for name in PROJECTIONS}
+DIRECT: Knobs = {name: {"BLOCK_N": 64, "BLOCK_K": 128, "SWAP": 1, "DIRECT": 1, "num_warps": 2} for name in PROJECTIONS}
+SEPARATE = CASES[3]
+"""A case whose shared expert is no tile of the routed experts' launches."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    if harness.device() == "cpu":
+        with quick_interpreter():
+            yield
+    else:
+        yield
+
+
+def grouped(case: Case, program: str = "prefill/16", layers: tuple[int, ...] = ()) -> Graph:
+    """The launches of this file's kernels; what others would have written is an input."""
+    graph = keep_all(group_experts(replace(moe_graph(case, None, layers), program=program)))
+    others = tuple(op for op in graph.ops if op.kind in ("Linear", "SiluMul"))
+    kept = tuple(op for op in graph.ops if op not in others)
+    written = tuple(name for op in others for name in op.writes)
+    return replace(graph.with_ops(kept), inputs=(*graph.inputs, *written))
+
+
+def run(graph: Graph, inputs: dict[str, torch.Tensor], knobs: Knobs = DIRECT, **options: object) -> Outcome:
+    rows = next(iter(inputs.values())).shape[0]
+    for name in set(graph.inputs) - set(inputs):
+        values = torch.randn(rows, graph.tensors[name].width, generator=torch.Generator().manual_seed(5))
+        inputs[name] = values.bfloat16() if graph.tensors[name].dtype is DType.BF16 else values
+    return run_both(graph, inputs, knobs=knobs, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", [*CASES, *ROUTED], ids=str)
+def test_grouped_experts_match_the_interpreter(case: Case) -> None:
+    graph = grouped(case)
+    compare(run(graph, inputs_of(case, 5)), graph.outputs)
+
+
+@pytest.mark.parametrize("knobs", [LEFT, RIGHT, DIRECT], ids=["left", "right", "direct"])
+@pytest.mark.parametrize("case", [CASES[0], CASES[6], SEPARATE], ids=str)
+def test_every_order_of_operands_matches_the_interpreter(case: Case, knobs: Knobs) -> None:
+    case = replace(case, experts=21)
+    graph = grouped(case, "prefill/64")
+    compare(run(graph, inputs_of(case, 40), knobs), graph.outputs)
+
+
+def test_the_shared_expert_is_tiles_only_where_its_weights_are_like_the_routed() -> None:
+    kinds = {case.name: [op.kind for op in grouped(case).ops] for case in (CASES[0], SEPARATE)}
+    assert kinds["shared"] == ["TopK", "GroupByExpert", "GroupedUp", "GroupedDown", "CombineAdd"]
+    assert len(kinds[SEPARATE.name]) == len(kinds["shared"])
+    first, second = (grouped(case).ops[2].outputs for case in (CASES[0], SEPARATE))  # type: ignore[attr-defined]
+    assert (first, second) == (("act", "shared_act"), ("act",))
+
+
+def grouping(experts: int, k: int, tile: int) -> Graph:
+    op = GroupByExpert("group", "ids", "order", "tiles", experts, tile)
+    shapes = {
+        "ids": (DType.I32, (T, k)),
+        "order": (DType.I32, (T, k)),
+        "tiles": (DType.I32, (T * k // tile + experts, 3)),
+    }
+    return op_graph(op, tensors=shapes, rows=T, inputs=("ids",), outputs=("order", "tiles"), program="prefill")
+
+
+@pytest.mark.parametrize("experts", [1, 3, 7, 96, 100, 192, 205, 255, 256])
+def test_pairs_are_sorted_by_expert(experts: int) -> None:
+    k, rows, tile = min(experts, 8), 37, 16
+    generator = torch.Generator().manual_seed(experts)
+    ids = torch.stack([torch.randperm(experts, generator=generator)[:k] for _ in range(rows)]).int()
+    graph = grouping(experts, k, tile)
+    found = run_both(graph, {"ids": ids}, knobs={"group": {"BLOCK": 64}}).kernels
+    order, tiles = found["order"].flatten().long(), found["tiles"]
+    assert order.tolist() == ids.flatten().sort(stable=True).indices.tolist()
+    sizes = tiles[:, 2] - tiles[:, 1]
+    assert sizes.min() >= 0 and sizes.max() <= tile
+    places = [place for _, first, last in tiles.tolist() for place in range(first, last)]
+    assert places == list(range(rows * k))
+    assert all((ids.flatten()[order[first:last]] == expert).all() for expert, first, last in tiles.tolist())
+
+
+def routings(rows: int, experts: int) -> dict[str, torch.Tensor]:
+    """Logits that send rows where a grouping may break."""
+    spread = torch.full((rows, experts), -9.0)
+    spread[torch.arange(rows), torch.arange(rows) % experts] = 9.0
+    same = torch.randn(rows, experts, generator=torch.Generator().manual_seed(2))
+    same[:, -1] += 50
+    rising = torch.arange(experts).float().expand(rows, experts)
+    return {"one-row-each": spread, "one-takes-all": same, "most-have-none": rising}
+
+
+@pytest.mark.parametrize("which", ["one-row-each", "one-takes-all", "most-have-none"])
+@pytest.mark.parametrize("k", [1, 3])
+def test_extreme_routing(which: str, k: int) -> None:
+    case = replace(CASES[0], experts=50, k=k)
+    inputs = inputs_of(case, 50)
+    inputs["router"][:, :50] = routings(50, 50)[which]
+    graph = grouped(case, "prefill/64")
+    found = run(graph, inputs)
+    compare(found, graph.outputs)
+    if which == "one-takes-all":
+        assert (found.kernels["ids"] == 49).any(1).all()
+
+
+@pytest.mark.parametrize("program, tile", [("prefill/8", 16), ("prefill/64", 64), ("prefill", 64)])
+def test_tiles_follow_the_rows_of_an_expert(program: str, tile: int) -> None:
+    graph = grouped(CASES[0], program)
+    assert next(op.tile for op in graph.ops if isinstance(op, GroupByExpert)) == tile
+    compare(run(graph, inputs_of(CASES[0], 8 if tile == 16 else 61)), graph.outputs)
+
+
+def test_padded_rows_and_odd_logits_disturb_nobody() -> None:
+    case = replace(CASES[0], experts=7, k=3)
+    rows = torch.stack(list(router_rows(7).values()))
+    inputs = inputs_of(case, len(rows))
+    inputs["router"][:, :7] = rows
+    inputs["y"][3] = math.nan  # a padded row's garbage
+    graph = grouped(case)
+    found = run(graph, inputs)
+    others = torch.arange(len(rows)) != 3
+    assert found.kernels["ids"].sort().values.diff().min() > 0
+    for name in ("ids", "ids_order", "ids_tiles"):
+        assert torch.equal(found.kernels[name], found.reference[name])
+    assert_close(found.kernels["out"][others], found.reference["out"][others], 8e-3)
+
+
+def test_a_row_has_the_same_bits_among_others() -> None:
+    graph, inputs = grouped(CASES[0]), inputs_of(CASES[0], 16)
+    weights = pack_graph(graph)
+    together = run(graph, dict(inputs), weights=weights).kernels
+    for row in (0, 7, 15):
+        alone = run(graph, {name: x[row : row + 1] for name, x in inputs.items()}, weights=weights).kernels
+        assert torch.equal(together["out"][row], alone["out"][0])
+
+
+def test_layers_of_unlike_experts_share_their_kernels() -> None:
+    graph = grouped(CASES[0], layers=(6, 5))
+    launches = lower(graph, choose_all(graph, TARGET, Records(), DIRECT), TARGET).program.launches
+    first, second = launches[:5], launches[5:]
+    assert [launch.kernel for launch in first] == [launch.kernel for launch in second]
+    inputs = {}
+    for prefix, experts in (("l0.", 6), ("l1.", 5)):
+        inputs |= {prefix + n: x for n, x in inputs_of(replace(CASES[0], experts=experts), 9, seed=experts).items()}
+    compare(run(graph, inputs), graph.outputs)
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[1]], ids=str)
+def test_grouped_experts_match_the_published_block(case: Case) -> None:
+    graph = grouped(case, "prefill/64")
+    weights, inputs = pack_graph(graph), inputs_of(case, 18)
+    block = published_block(case, weights[1])
+    y = inputs["y"].float()
+    with torch.no_grad():
+        expected = block(y[None])[0]
+        router = nn.functional.linear(y, block.gate.weight)
+        gate = block.shared_expert_gate(y) if case.shared else torch.zeros(18, 1)
+    inputs["router"], inputs["h"] = torch.cat([router, gate], dim=1), torch.zeros_like(inputs["h"])
+    assert_close(run(graph, inputs, weights=weights).kernels["out"], expected, 1e-2)
