@@ -22,9 +22,12 @@ from lynnc.passes.patterns import Group, Uses, fuse, ops_of
 def fuse_output_gate(graph: Graph) -> Graph:
     """Fuses every Attention and AttentionCombine with the OutputGate that alone reads it."""
     uses, groups = Uses(graph), []
-    for kind, pattern in ((AttentionCombine, "CombineGate"), (Attention, "AttentionGate")):
-        for op in ops_of(graph, kind):
-            gate = uses.only_reader(op.out, OutputGate)
-            if gate:
-                groups.append(Group(pattern, (op, gate), op))
+    pairs: list[tuple[str, Attention | AttentionCombine]] = [
+        *(("AttentionGate", attention) for attention in ops_of(graph, Attention)),
+        *(("CombineGate", combine) for combine in ops_of(graph, AttentionCombine)),
+    ]
+    for pattern, op in pairs:
+        gate = uses.only_reader(op.out, OutputGate)
+        if gate:
+            groups.append(Group(pattern, (op, gate), op))
     return fuse(graph, groups)
