@@ -68,6 +68,7 @@ def rendered_sources() -> dict[str, str]:
             "fuse_advance",
             "fuse_gdn",
             "fuse_attention",
+            "fuse_append",
             "fuse_output_gate",
             "fuse_experts_up",
             "fuse_experts_down",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from lynnc.ir import AttentionCombine, AttentionPartial, CacheAppend, Graph, HeadNormRope, Op, OutputGate, S
-from lynnc.kernels import attention_ops
+from lynnc.kernels import attention_ops, attention_prefill
 from lynnc.kernels.attention_ops import (
     cache_args,
     dot_fits,
@@ -222,7 +222,7 @@ ATTENTION_STEP = Kernel(
 ATTENTION_COMBINE = Kernel(
     name="attention_combine",
     patterns=("AttentionCombine",),
-    family=Family.DECODE,
+    family=Family.ANY,
     space=COMBINE_SPACE,
     default=_combine_default,
     problem=_combine_problem,
@@ -232,11 +232,18 @@ ATTENTION_COMBINE = Kernel(
 COMBINE_GATE = Kernel(
     name="combine_gate",
     patterns=("CombineGate",),
-    family=Family.DECODE,
+    family=Family.ANY,
     space=COMBINE_SPACE,
     default=_combine_default,
     problem=_combine_problem,
     bind=_bind_combine_gate,
 )
 
-KERNELS = (*attention_ops.KERNELS, ATTENTION_PARTIAL, ATTENTION_STEP, ATTENTION_COMBINE, COMBINE_GATE)
+KERNELS = (
+    *attention_ops.KERNELS,
+    *attention_prefill.KERNELS,
+    ATTENTION_PARTIAL,
+    ATTENTION_STEP,
+    ATTENTION_COMBINE,
+    COMBINE_GATE,
+)

@@ -1,11 +1,11 @@
-"""Attention's single ops: norm and rotation of heads, cache append, attention over the cache, output gate."""
+"""Attention's single ops beside attention itself: norm and rotation of heads, cache append, output gate."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from lynnc.ir import Attention, CacheAppend, Graph, HeadNormRope, Op, OutputGate, S
+from lynnc.ir import CacheAppend, Graph, HeadNormRope, Op, OutputGate, S
 from lynnc.kernels.kernel import (
     Arg,
     Binding,
@@ -16,7 +16,6 @@ from lynnc.kernels.kernel import (
     Knobs,
     PowerOfTwo,
     Problem,
-    ceil_div,
     need,
     next_power_of_two,
     place_constants,
@@ -30,8 +29,6 @@ from lynnc.target import Target
 
 LEAST_DOT = 16
 """Lines that a tensor-core product has at least."""
-MOST_SUM_REGISTERS = 128
-"""Registers of a thread, of 255, that its sums may fill."""
 
 
 def row_args(graph: Graph, position: str, slot: str) -> tuple[Arg, Arg]:
@@ -78,20 +75,6 @@ def dot_fits(problem: Problem, knobs: Knobs, target: Target) -> str | None:
     return f"heads of {problem['head_dim']} dimensions are shorter than the {LEAST_DOT} of a tensor-core product"
 
 
-def _lines(problem: Problem, knobs: Knobs) -> int:
-    return knobs["BLOCK_ROWS"] * next_power_of_two(int(problem["heads"]) // int(problem["kv_heads"]))
-
-
-def _lines_fit(problem: Problem, knobs: Knobs, target: Target) -> str | None:
-    lines = _lines(problem, knobs)
-    if lines < LEAST_DOT:
-        return f"{lines} lines (rows times heads of a group) are fewer than {LEAST_DOT}: choose more rows"
-    registers = lines * next_power_of_two(int(problem["head_dim"])) // (32 * knobs["num_warps"])
-    if registers > MOST_SUM_REGISTERS:
-        return f"sums need {registers} registers a thread, more than {MOST_SUM_REGISTERS}: fewer rows or more warps"
-    return None
-
-
 def _rope_problem(graph: Graph, op: Op) -> Problem:
     rope = need(op, HeadNormRope)
     return {"heads": rope.heads, "head_dim": rope.head_dim, "rotary_dim": rope.rotary_dim}
@@ -102,11 +85,6 @@ def _append_problem(graph: Graph, op: Op) -> Problem:
     return {"kv_heads": append.kv_heads, "head_dim": append.head_dim}
 
 
-def _attention_problem(graph: Graph, op: Op) -> Problem:
-    attention = need(op, Attention)
-    return {"heads": attention.heads, "kv_heads": attention.kv_heads, "head_dim": attention.head_dim}
-
-
 def _gate_problem(graph: Graph, op: Op) -> Problem:
     gate = need(op, OutputGate)
     return {"heads": gate.heads, "head_dim": gate.head_dim}
@@ -114,15 +92,6 @@ def _gate_problem(graph: Graph, op: Op) -> Problem:
 
 def _one_warp(problem: Problem, target: Target) -> Knobs:
     return {"num_warps": 1, "num_stages": 1}
-
-
-def _attention_default(problem: Problem, target: Target) -> Knobs:
-    group = next_power_of_two(int(problem["heads"]) // int(problem["kv_heads"]))
-    # Four warps issue the products of Hopper and data-centre Blackwell; elsewhere more share the sums, or they spill.
-    four = target.has_wgmma or target.has_tcgen05
-    lines = 64 if four else max(LEAST_DOT, 16384 // next_power_of_two(int(problem["head_dim"])))
-    warps = 4 if four else 8
-    return {"BLOCK_ROWS": max(1, min(lines // group, 64)), "TILE": 32, "num_warps": warps, "num_stages": 1}
 
 
 def _bind_rope(graph: Graph, op: Op, knobs: Knobs) -> Binding:
@@ -160,33 +129,6 @@ def _bind_append(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         "BLOCK_D": next_power_of_two(append.head_dim),
     }
     return Binding(args, MappingProxyType(constants), (graph.tensors[append.k].shape[0], append.kv_heads, 1))
-
-
-def _bind_attention(graph: Graph, op: Op, knobs: Knobs) -> Binding:
-    attention = need(op, Attention)
-    rows, group = graph.tensors[attention.out].shape[0], attention.heads // attention.kv_heads
-    args = (
-        tensor_arg(graph, "q", attention.q),
-        *row_args(graph, attention.position, attention.slot),
-        *cache_args(graph, attention.k_cache, attention.v_cache),
-        tensor_arg(graph, "out", attention.out),
-        value_arg("rows", rows),
-        value_arg("context", S),
-    )
-    constants = {
-        **place_constants(graph, attention.q, "Q"),
-        **place_constants(graph, attention.out, "OUT"),
-        "KV_HEADS": attention.kv_heads,
-        "GROUP": group,
-        "HEAD_DIM": attention.head_dim,
-        "SCALE": attention.scale,
-        "BLOCK_ROWS": knobs["BLOCK_ROWS"],
-        "BLOCK_GROUP": next_power_of_two(group),
-        "BLOCK_D": next_power_of_two(attention.head_dim),
-        "TILE": knobs["TILE"],
-    }
-    grid = (ceil_div(rows, knobs["BLOCK_ROWS"]), attention.kv_heads, 1)
-    return Binding(args, MappingProxyType(constants), grid)
 
 
 def _bind_gate(graph: Graph, op: Op, knobs: Knobs) -> Binding:
@@ -235,24 +177,6 @@ CACHE_APPEND = Kernel(
     bind=_bind_append,
 )
 
-ATTENTION = Kernel(
-    name="attention",
-    patterns=("Attention",),
-    family=Family.ANY,
-    space=MappingProxyType(
-        {
-            "BLOCK_ROWS": PowerOfTwo(1, 64),
-            "TILE": PowerOfTwo(16, 128),
-            "num_warps": PowerOfTwo(2, 16),
-            "num_stages": Choice((1, 2, 3)),
-        }
-    ),
-    default=_attention_default,
-    problem=_attention_problem,
-    bind=_bind_attention,
-    constraints=(heads_divide, dot_fits, _lines_fit),
-)
-
 OUTPUT_GATE = Kernel(
     name="output_gate",
     patterns=("OutputGate",),
@@ -263,4 +187,4 @@ OUTPUT_GATE = Kernel(
     bind=_bind_gate,
 )
 
-KERNELS = (HEAD_NORM_ROPE, CACHE_APPEND, ATTENTION, OUTPUT_GATE)
+KERNELS = (HEAD_NORM_ROPE, CACHE_APPEND, OUTPUT_GATE)

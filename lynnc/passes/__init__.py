@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from lynnc.errors import OptionError
 from lynnc.ir import Graph, Stage
 from lynnc.passes.fuse_advance import fuse_advance
+from lynnc.passes.fuse_append import fuse_append
 from lynnc.passes.fuse_attention import fuse_attention
 from lynnc.passes.fuse_experts_down import fuse_experts_down
 from lynnc.passes.fuse_experts_up import fuse_experts_up
@@ -54,7 +55,8 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(fuse_advance, in_prefill=False),
     Pass(fuse_gdn, in_prefill=False),
     Pass(fuse_attention, in_prefill=False),
-    Pass(fuse_output_gate, in_prefill=False),
+    Pass(fuse_append, in_prefill=True),
+    Pass(fuse_output_gate, in_prefill=True),
     Pass(fuse_experts_up, in_prefill=False),
     Pass(fuse_experts_down, in_prefill=False),
     Pass(group_experts, in_prefill=True),
