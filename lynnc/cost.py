@@ -175,7 +175,7 @@ def _append_bytes(graph: Graph, op: ir.CacheAppend) -> Expr:
     return graph.tensors[op.k].shape[0] * 2 * op.kv_heads * op.head_dim * 2
 
 
-def _delta_bytes(graph: Graph, op: ir.GatedDelta) -> Expr:
+def _delta_bytes(graph: Graph, op: ir.GatedDelta | ir.DeltaScan) -> Expr:
     """A slot's state is read and written once a step."""
     return sympy.Integer(2 * op.value_heads * op.key_dim * op.value_dim * 4)
 
@@ -199,6 +199,16 @@ def _attention_flops(graph: Graph, op: Any) -> Expr:
 def _delta_flops(graph: Graph, op: ir.GatedDelta) -> Expr:
     """Decay, prediction, update and read of the state for each row."""
     return 7 * _rows(graph, op) * op.value_heads * op.key_dim * op.value_dim
+
+
+def _chunk_flops(graph: Graph, op: ir.DeltaChunk) -> Expr:
+    """Products of queries and keys with keys, and the inverse of a triangle."""
+    return _rows(graph, op) * op.value_heads * op.chunk * (4 * op.key_dim + op.chunk)
+
+
+def _scan_flops(graph: Graph, op: ir.DeltaScan) -> Expr:
+    """Three products with the state, two with a chunk's squares."""
+    return _rows(graph, op) * op.value_heads * op.value_dim * (6 * op.key_dim + 4 * op.chunk)
 
 
 def _conv_flops(graph: Graph, op: ir.CausalConv) -> Expr:
@@ -225,6 +235,7 @@ _STATE_BYTES: Mapping[type[Op], Callable[[Graph, Any], Expr]] = MappingProxyType
         ir.AttentionPartial: _attention_bytes,
         ir.CacheAppend: _append_bytes,
         ir.GatedDelta: _delta_bytes,
+        ir.DeltaScan: _delta_bytes,
         ir.CausalConv: _conv_bytes,
     }
 )
@@ -237,6 +248,8 @@ _FLOPS: Mapping[type[Op], Callable[[Graph, Any], Expr]] = MappingProxyType(
         ir.Attention: _attention_flops,
         ir.AttentionPartial: _attention_flops,
         ir.GatedDelta: _delta_flops,
+        ir.DeltaChunk: _chunk_flops,
+        ir.DeltaScan: _scan_flops,
         ir.CausalConv: _conv_flops,
         ir.RmsNorm: _elementwise(4),
         ir.GatedNorm: _elementwise(8),

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from lynnc import ir
+from lynnc.deltachunks import Chunks, delta_chunk, delta_scan
 from lynnc.ir import DType, Graph, Op, S, Tensor
 
 TORCH_DTYPE = {DType.BF16: torch.bfloat16, DType.F32: torch.float32, DType.I32: torch.int32}
@@ -192,11 +193,8 @@ def _delta_gates(run: Run, op: ir.DeltaGates) -> None:
 
 
 def _gated_delta(run: Run, op: ir.GatedDelta) -> None:
-    key_width = op.key_heads * op.key_dim
-    q, k, v = run.f32(op.qkv).split([key_width, key_width, op.value_heads * op.value_dim], dim=-1)
-    repeat = op.value_heads // op.key_heads
-    q, k = (_l2(x.unflatten(1, [op.key_heads, op.key_dim])).repeat_interleave(repeat, dim=1) for x in (q, k))
-    q, v = q * op.key_dim**-0.5, v.unflatten(1, [op.value_heads, op.value_dim])
+    q, k, v = _delta_heads(run, op)
+    q, k = _l2(q) * op.key_dim**-0.5, _l2(k)
     beta, decay, state = run.f32(op.beta)[:, :, None], run.f32(op.g).exp()[:, :, None, None], run.states[op.state]
     outs = []
     for row, (position, slot) in enumerate(_positions(run, op)):
@@ -210,6 +208,31 @@ def _gated_delta(run: Run, op: ir.GatedDelta) -> None:
         outs.append(_read_state(s, q[row]))
         state[slot] = s
     run.put(op.out, torch.stack(outs))
+
+
+def _delta_chunk(run: Run, op: ir.DeltaChunk) -> None:
+    q, k, _ = _delta_heads(run, op)
+    g = run.f32(op.g).clamp_min(op.least_decay)
+    found = delta_chunk(q, k, run.f32(op.beta), g, _positions(run, op), op.chunk)
+    run.put(op.inverse, found.inverse)
+    run.put(op.inverse_rest, found.inverse - run.f32(op.inverse))
+    run.put(op.scores, found.scores)
+    run.put(op.scales, found.scales)
+
+
+def _delta_scan(run: Run, op: ir.DeltaScan) -> None:
+    inverse = run.f32(op.inverse) + run.f32(op.inverse_rest)
+    chunks = Chunks(inverse, run.f32(op.scores), run.f32(op.scales))
+    run.put(op.out, delta_scan(_delta_heads(run, op), chunks, _positions(run, op), run.states[op.state]))
+
+
+def _delta_heads(run: Run, op: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q and k [T, value_heads, key_dim] of each value head, and v [T, value_heads, value_dim], as they are stored."""
+    key_width = op.key_heads * op.key_dim
+    q, k, v = run.f32(op.qkv).split([key_width, key_width, op.value_heads * op.value_dim], dim=-1)
+    repeat = op.value_heads // op.key_heads
+    q, k = (x.unflatten(1, [op.key_heads, op.key_dim]).repeat_interleave(repeat, dim=1) for x in (q, k))
+    return q, k, v.unflatten(1, [op.value_heads, op.value_dim])
 
 
 def _read_state(s: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -421,6 +444,8 @@ _MEANING: Mapping[type[Op], Callable[[Run, Any], None]] = {
     ir.CausalConv: _causal_conv,
     ir.DeltaGates: _delta_gates,
     ir.GatedDelta: _gated_delta,
+    ir.DeltaChunk: _delta_chunk,
+    ir.DeltaScan: _delta_scan,
     ir.GatedNorm: _gated_norm,
     ir.HeadNormRope: _head_norm_rope,
     ir.CacheAppend: _cache_append,

@@ -361,6 +361,57 @@ class GatedDelta(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaChunk(Op):
+    """What each chunk of rows of a GatedDelta needs beside the state; chunks count from the step's first row.
+
+    G and L sum max(g, least_decay) from a slot's first row in the chunk: up to a row, and to its last there. For rows
+    i and j of one slot and chunk, q and k normalised, at ``[i, head, j % chunk]``: inverse + inverse_rest = (1 +
+    lower)^-1 diag(beta), where lower = beta_i exp(G_i - G_j) k_i . k_j for j < i, and the second is what the first
+    loses as BF16; scores = exp(G_i - G_j) q_i . k_j for j <= i. All BF16 [T, value_heads, chunk], elsewhere zero.
+    scales F32 [T, value_heads, 4]: exp(G) / |k|, exp(G) / |q| * key_dim ** -0.5, exp(L - G) / |k|, exp(L).
+    """
+
+    qkv: str = _read()
+    beta: str = _read()
+    g: str = _read()
+    position: str = _read()
+    slot: str = _read()
+    inverse: str = _write()
+    inverse_rest: str = _write()
+    scores: str = _write()
+    scales: str = _write()
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    chunk: int
+    least_decay: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaScan(Op):
+    """The rest of a GatedDelta, chunk after chunk, with q, k, v as they are in qkv and scales a, b, c, e of DeltaChunk.
+
+    change = (inverse + inverse_rest) (v - a k S); out = b q S + scores change; S' = e S + k^T (c change).
+    """
+
+    qkv: str = _read()
+    inverse: str = _read()
+    inverse_rest: str = _read()
+    scores: str = _read()
+    scales: str = _read()
+    position: str = _read()
+    slot: str = _read()
+    state: str = _state()
+    out: str = _write()
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
 class GatedNorm(Op):
     """Per head: ``bf16(bf16(x / rms(x)) * w) * silu(z in FP32)``, rounded to BF16; w plain, [head_dim].
 

@@ -148,9 +148,7 @@ def run_both(
     reference_states = {name: value.clone() for name, value in start.items()}
     step = dict(inputs)
     step.setdefault("token", torch.zeros(next(iter(inputs.values())).shape[0], 1, dtype=torch.int32))
-    lowered = lower(
-        graph, choose_all(graph, TARGET, Records(), knobs), TARGET, prefill_rows=max(64, step["token"].shape[0])
-    )
+    lowered = lower(graph, choose_all(graph, TARGET, Records(), knobs), TARGET, max(64, step["token"].shape[0]))
     entries = {key: call.entry for key, call in lowered.kernels.items()}
     simulator = Simulator(entries, packed, kernel_states, context, device())
     kernels = simulator.run(lowered.program, step)

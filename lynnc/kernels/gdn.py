@@ -133,10 +133,13 @@ def _bind_conv(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         **place_constants(graph, conv.x, "X"),
         "WIDTH": conv.width,
         "RING": conv.ring,
+        "BLOCK_ROWS": knobs["BLOCK_ROWS"],
         "BLOCK_C": knobs["BLOCK_C"],
         "BLOCK_RING": next_power_of_two(conv.ring),
+        "BLOCK_BACK": next_power_of_two(conv.width - 1),
     }
-    return Binding(args, MappingProxyType(constants), (rows, ceil_div(channels, knobs["BLOCK_C"]), 1))
+    grid = (ceil_div(rows, knobs["BLOCK_ROWS"]), ceil_div(channels, knobs["BLOCK_C"]), 1)
+    return Binding(args, MappingProxyType(constants), grid)
 
 
 def _bind_gates(graph: Graph, op: Op, knobs: Knobs) -> Binding:
@@ -239,8 +242,15 @@ CAUSAL_CONV = Kernel(
     name="causal_conv",
     patterns=("CausalConv",),
     family=Family.ANY,
-    space=MappingProxyType({"BLOCK_C": PowerOfTwo(64, 2048), "num_warps": PowerOfTwo(1, 8), "num_stages": ONE_STAGE}),
-    default=lambda problem, target: {"BLOCK_C": 512, "num_warps": 4, "num_stages": 1},
+    space=MappingProxyType(
+        {
+            "BLOCK_ROWS": PowerOfTwo(1, 64),
+            "BLOCK_C": PowerOfTwo(64, 2048),
+            "num_warps": PowerOfTwo(1, 8),
+            "num_stages": ONE_STAGE,
+        }
+    ),
+    default=lambda problem, target: {"BLOCK_ROWS": 8, "BLOCK_C": 256, "num_warps": 4, "num_stages": 1},
     problem=_conv_problem,
     bind=_bind_conv,
     constraints=(_ring_holds_inputs,),

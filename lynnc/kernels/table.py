@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lynnc.errors import GraphError
 from lynnc.ir import Graph, Op, T
-from lynnc.kernels import attention, experts, gdn, gemm, greedy, grouped, linear, mlp, moe, simple
+from lynnc.kernels import attention, experts, gdn, gdnchunks, gemm, greedy, grouped, linear, mlp, moe, simple
 from lynnc.kernels.kernel import Family, Kernel
 from lynnc.programs import MOST_DECODE_ROWS, is_prefill
 
@@ -14,6 +14,7 @@ KERNELS: tuple[Kernel, ...] = (
     *simple.KERNELS,
     *greedy.KERNELS,
     *gdn.KERNELS,
+    *gdnchunks.KERNELS,
     *attention.KERNELS,
     *moe.KERNELS,
     *experts.KERNELS,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from lynnc.errors import OptionError
 from lynnc.ir import Graph, Stage
+from lynnc.passes.chunk_delta import chunk_delta
 from lynnc.passes.fuse_advance import fuse_advance
 from lynnc.passes.fuse_append import fuse_append
 from lynnc.passes.fuse_attention import fuse_attention
@@ -54,6 +55,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(split_argmax, in_prefill=True),
     Pass(fuse_advance, in_prefill=False),
     Pass(fuse_gdn, in_prefill=False),
+    Pass(chunk_delta, in_prefill=True),
     Pass(fuse_attention, in_prefill=False),
     Pass(fuse_append, in_prefill=True),
     Pass(fuse_output_gate, in_prefill=True),
