@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from lynnc.errors import GraphError
 from lynnc.ir import Graph, Op
-from lynnc.kernels import attention, experts, gdn, gemm, greedy, linear, mlp, moe, simple
+from lynnc.kernels import attention, experts, gdn, gemm, gemm_fp4, greedy, linear, mlp, moe, simple
 from lynnc.kernels.kernel import Family, Kernel
 from lynnc.programs import is_prefill
 
 KERNELS: tuple[Kernel, ...] = (
     *linear.KERNELS,
     *gemm.KERNELS,
+    *gemm_fp4.KERNELS,
     *simple.KERNELS,
     *greedy.KERNELS,
     *gdn.KERNELS,
