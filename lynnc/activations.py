@@ -37,10 +37,19 @@ def settle_activations(
     """Leaves out the pass for 4-bit activations where the target or this Triton lacks FP4 MMA; ``tools`` are found."""
     if spec.precision.activations == "bf16" or PASS in without:
         return Settled(without)
+    reason = _refusal(target, tools or find_tools())
+    if not reason:
+        return Settled(without)
+    note = f"{spec.name} declares {spec.precision.activations} activations; its plan has bf16 ones: {reason}"
+    return Settled(tuple(sorted((*without, PASS))), note)
+
+
+def _refusal(target: Target, tools: Tools) -> str:
+    """Why there is no FP4 MMA, or ``""``."""
+    if not target.has_fp4_mma:
+        return f"{target.name} has no FP4 tensor cores."
     try:
-        check_tools(target, tools or find_tools(), fp4_mma=True)
+        check_tools(target, tools, fp4_mma=True)
     except TargetError as error:
-        declared = spec.precision.activations
-        note = f"{spec.name} declares {declared} activations; its plan has bf16 ones: {error}"
-        return Settled(tuple(sorted((*without, PASS))), note)
-    return Settled(without)
+        return str(error)
+    return ""
