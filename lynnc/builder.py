@@ -55,7 +55,10 @@ class Builder:
         rows = sum(parts.values())
         shape = (experts, rows, columns) if experts else (rows, columns)
         named = tuple(Part(source, count) for source, count in parts.items())
-        self.weights[name] = Weight(name, self.spec.precision.format(tensor_class), shape, named, tensor_class)
+        precision = self.spec.precision
+        fmt = precision.format(tensor_class)
+        activations = precision.activations if fmt is Format.NVFP4 else "bf16"
+        self.weights[name] = Weight(name, fmt, shape, named, tensor_class, activations)
         return name
 
     def add(self, op: Op) -> None:

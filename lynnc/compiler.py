@@ -16,12 +16,12 @@ from pathlib import Path
 
 import yaml
 
+from lynnc.activations import settle_activations
 from lynnc.artifact import Artifact, digest
 from lynnc.buffers import dim_text
 from lynnc.build import build_graph
 from lynnc.choose import choose_all
 from lynnc.compile import Progress, compile_kernels
-from lynnc.errors import ModelError
 from lynnc.fields import Place
 from lynnc.ir import Graph, T
 from lynnc.layout import LAYOUT, weight_entries
@@ -53,11 +53,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A plan, the bytes of its files by relative path, and the graphs it was made from by program."""
+    """A plan, the bytes of its files by relative path, and the graphs it was made from by program.
+
+    ``note`` says why a precision that the model declares is not used, or is empty.
+    """
 
     plan: Plan
     files: Mapping[str, bytes]
     graphs: Mapping[str, Graph]
+    note: str = ""
 
 
 def fused_graph(spec: ModelSpec, program: str, without: tuple[str, ...] = ()) -> Graph:
@@ -84,7 +88,7 @@ def model_graph(spec: ModelSpec, program: str) -> Graph:
 
 def lower_programs(spec: ModelSpec, request: Request) -> dict[str, tuple[Graph, Lowered]]:
     """Every program of the options, fused, chosen and bound to kernels; nothing is compiled yet."""
-    _check_supported(spec)
+    request, _ = settle(spec, request)
     check_pass_names(request.options.without)
     records = load_records(request.device.name) if request.device else Records()
     lowered = {}
@@ -95,18 +99,17 @@ def lower_programs(spec: ModelSpec, request: Request) -> dict[str, tuple[Graph, 
     return lowered
 
 
-def _check_supported(spec: ModelSpec) -> None:
-    if spec.precision.activations != "bf16":
-        raise ModelError(
-            f"{spec.name} declares {spec.precision.activations} activations, for which no kernel exists yet: "
-            "set precision.activations to bf16 if the weights were meant for it."
-        )
+def settle(spec: ModelSpec, request: Request) -> tuple[Request, str]:
+    """The request with the passes left out that its target cannot serve, and a note of what this means, or ``""``."""
+    settled = settle_activations(spec, request.target, request.options.without)
+    return replace(request, options=replace(request.options, without=settled.without)), settled.note
 
 
 def compile_model(
     spec: ModelSpec, request: Request, store: Store, jobs: int | None = None, on_progress: Progress | None = None
 ) -> Compiled:
     """Compiles every kernel of every program, each once."""
+    request, note = settle(spec, request)
     lowered = lower_programs(spec, request)
     calls: dict[str, KernelCall] = {}
     for _, low in lowered.values():
@@ -118,7 +121,7 @@ def compile_model(
         kernels[key] = replace(call.entry, artifact=_public_facts(artifacts[key]))
         files.update(_kernel_files(call, artifacts[key], request.with_ptx))
     plan = assemble_plan(spec, request, lowered, kernels, files)
-    return Compiled(plan, files, {name: graph for name, (graph, _) in lowered.items()})
+    return Compiled(plan, files, {name: graph for name, (graph, _) in lowered.items()}, note)
 
 
 def plan_name(spec: ModelSpec, request: Request) -> str:

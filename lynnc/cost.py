@@ -153,7 +153,7 @@ def _weight_bytes(graph: Graph, op: Op) -> Expr:
         if isinstance(op, ir.ExpertLinear | ir.GroupedLinear):
             used = distinct_experts(weight.experts, int(graph.tensors[op.out].shape[1]), _rows(graph, op))
             total += used * weight.rows * share
-        elif isinstance(op, ir.Linear):
+        elif isinstance(op, ir.Linear | ir.QuantisedLinear):
             total += graph.tensors[op.out].width * share
         elif isinstance(op, ir.Embed):
             total += _rows(graph, op) * share
@@ -243,6 +243,8 @@ _STATE_BYTES: Mapping[type[Op], Callable[[Graph, Any], Expr]] = MappingProxyType
 _FLOPS: Mapping[type[Op], Callable[[Graph, Any], Expr]] = MappingProxyType(
     {
         ir.Linear: _linear_flops,
+        ir.QuantisedLinear: _linear_flops,
+        ir.QuantiseActivations: _elementwise(32),
         ir.ExpertLinear: _linear_flops,
         ir.GroupedLinear: _linear_flops,
         ir.Attention: _attention_flops,

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from lynnc import ir
 from lynnc.deltachunks import Chunks, delta_chunk, delta_scan
 from lynnc.ir import DType, Graph, Op, S, Tensor
+from lynnc.rowquantise import QuantisedRows, dequantise_rows, quantise_rows
 
 TORCH_DTYPE = {DType.BF16: torch.bfloat16, DType.F32: torch.float32, DType.I32: torch.int32}
 
@@ -155,6 +156,20 @@ def _rms_norm(run: Run, op: ir.RmsNorm) -> None:
 def _linear(run: Run, op: ir.Linear) -> None:
     width = run.graph.tensors[op.out].width
     run.put(op.out, run.flat(op.x) @ run.weights[op.weight][op.first_row : op.first_row + width].T)
+
+
+def _quantise_activations(run: Run, op: ir.QuantiseActivations) -> None:
+    rows = quantise_rows(run.flat(op.x))
+    run.put(op.codes, rows.codes)
+    run.put(op.scales, rows.scales)
+    run.put(op.row_scale, rows.row_scale)
+
+
+def _quantised_linear(run: Run, op: ir.QuantisedLinear) -> None:
+    width = run.graph.tensors[op.out].width
+    weight = run.weights[op.weight][op.first_row : op.first_row + width]
+    rows = QuantisedRows(run.get(op.codes), run.get(op.scales), run.get(op.row_scale))
+    run.put(op.out, dequantise_rows(rows, weight.shape[1]) @ weight.T * rows.row_scale)
 
 
 def _add(run: Run, op: ir.Add) -> None:
@@ -439,6 +454,8 @@ _MEANING: Mapping[type[Op], Callable[[Run, Any], None]] = {
     ir.Embed: _embed,
     ir.RmsNorm: _rms_norm,
     ir.Linear: _linear,
+    ir.QuantiseActivations: _quantise_activations,
+    ir.QuantisedLinear: _quantised_linear,
     ir.Add: _add,
     ir.SiluMul: _silu_mul,
     ir.CausalConv: _causal_conv,

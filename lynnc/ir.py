@@ -123,6 +123,8 @@ class Weight:
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     tensor_class: str
+    activations: str = "bf16"
+    """Precision in which activations are declared to meet it in prefill."""
 
     @property
     def experts(self) -> int:
@@ -167,7 +169,8 @@ class Weight:
 
     def __str__(self) -> str:
         sources = " + ".join(f"{part.source}[{part.rows}]" for part in self.parts)
-        return f"{self.name}: {self.format}{list(self.shape)} = {sources}"
+        declared = f", {self.activations} activations" if self.activations != "bf16" else ""
+        return f"{self.name}: {self.format}{list(self.shape)} = {sources}{declared}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +287,32 @@ class Linear(Op):
     """``out = x @ w[first_row : first_row + N].T`` with FP32 accumulation, rounded once to out's dtype [T, N]."""
 
     x: str = _read()
+    weight: str = _weight()
+    out: str = _write()
+    first_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuantiseActivations(Op):
+    """NVFP4 of each row of x BF16 [T, K] by its own maximum: ``x ~ code * scale * row_scale``.
+
+    codes I32 [T, K / 8], eight E2M1 codes a word; scales I32 [T, ceil(K / 64)], four E4M3 numbers a word, one for each
+    16 columns; row_scale F32 [T, 1]. ``lynnc.rowquantise`` says how, and in which order codes stand.
+    """
+
+    x: str = _read()
+    codes: str = _write()
+    scales: str = _write()
+    row_scale: str = _write()
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedLinear(Op):
+    """``out = (code * scale) @ w[first_row : first_row + N].T * row_scale``, FP32 sums, rounded once to out's dtype."""
+
+    codes: str = _read()
+    scales: str = _read()
+    row_scale: str = _read()
     weight: str = _weight()
     out: str = _write()
     first_row: int

@@ -48,6 +48,8 @@ KEPT_BF16 = ("embed", "router", "shared_gate")
 
 MATRIX_FORMATS = (Format.NVFP4, Format.NVFP4_FP16, Format.FP8, Format.BF16)
 """Formats that kernels read matrices in; FP32 is for the few gate vectors alone."""
+ACTIVATIONS = ("bf16", "nvfp4")
+"""Precisions in which activations may be declared to meet NVFP4 weights."""
 MOST_CONV_WIDTH = 9
 """Inputs of a convolution: its state keeps 16 positions, 8 of them for the rows of a step."""
 MOST_STATE = 32768
@@ -85,7 +87,7 @@ MOE = Section(
     default=None,
 )
 PRECISION = Section(
-    {"default": Field(one_of(*MATRIX_FORMATS)), "activations": Field(one_of("bf16", "nvfp4"), "bf16")}
+    {"default": Field(one_of(*MATRIX_FORMATS)), "activations": Field(one_of(*ACTIVATIONS), "bf16")}
     | {name: Field(one_of(*MATRIX_FORMATS), None) for name in TENSOR_CLASSES},
     noun="tensor class",
 )

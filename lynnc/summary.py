@@ -98,7 +98,7 @@ def summarize(compiled: Compiled, context: int) -> Summary:
     return Summary(
         name=plan.name,
         arch=plan.arch,
-        activations=str(precision["activations"]),
+        activations=_activations(plan, str(precision["activations"])),
         context=context,
         weight_bytes=sum(array.bytes for weight in plan.weights.values() for array in weight.arrays),
         state=state_size(plan),
@@ -106,6 +106,14 @@ def summarize(compiled: Compiled, context: int) -> Summary:
         programs=tuple(_program_row(plan, program) for program in plan.programs.values()),
         kernels=tuple(_kernel_rows(compiled, context)),
     )
+
+
+def _activations(plan: Plan, declared: str) -> str:
+    """The precision that launches use; what the model declares where the plan does not follow it."""
+    quantised = {"QuantisedLinear", "QuantisedLinearResidual"}
+    if any(launch.kind in quantised for program in plan.programs.values() for launch in program.launches):
+        return "nvfp4 in QuantisedLinear, bf16 elsewhere"
+    return "bf16" if declared == "bf16" else f"bf16 (the model allows {declared})"
 
 
 def spilling_decode_kernels(summary: Summary) -> tuple[KernelRow, ...]:

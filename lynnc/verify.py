@@ -15,6 +15,7 @@ from lynnc.ir import (
     GroupedLinear,
     Linear,
     Op,
+    QuantisedLinear,
     Stage,
     walk,
 )
@@ -100,14 +101,17 @@ def _views_lie_inside_their_base(graph: Graph) -> Iterator[str]:
 
 def _linears_fit_their_weights(graph: Graph) -> Iterator[str]:
     for op in walk(graph.ops):
-        if not isinstance(op, (Linear, ExpertLinear, GroupedLinear)):
+        if not isinstance(op, (Linear, QuantisedLinear, ExpertLinear, GroupedLinear)):
             continue
-        weight, x, out = graph.weights[op.weight], graph.tensors[op.x], graph.tensors[op.out]
-        columns = x.width if isinstance(op, Linear) else int(x.shape[-1])
-        rows = out.width if isinstance(op, Linear) else int(out.shape[-1])
+        x = graph.tensors[op.codes if isinstance(op, QuantisedLinear) else op.x]
+        weight, out = graph.weights[op.weight], graph.tensors[op.out]
+        columns = 8 * x.width if isinstance(op, QuantisedLinear) else x.width
+        rows = out.width
+        if isinstance(op, (ExpertLinear, GroupedLinear)):
+            columns, rows = int(x.shape[-1]), int(out.shape[-1])
         if columns != weight.columns:
             yield f"{op.name} multiplies {columns} columns of {x.name} with {weight.columns} of {weight.name}"
-        first = op.first_row if isinstance(op, Linear) else 0
+        first = 0 if isinstance(op, (ExpertLinear, GroupedLinear)) else op.first_row
         if first + rows > weight.rows:
             yield f"{op.name} needs rows {first}..{first + rows} of {weight.name}, which has {weight.rows}"
 

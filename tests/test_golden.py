@@ -5,12 +5,14 @@ After a wanted change: ``pytest tests/test_golden.py --update-golden``, then rea
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lynnc.choose import choose_all
 from lynnc.compiler import Request, fused_graph, lower_programs, model_graph
+from lynnc.model import ModelSpec
 from lynnc.modelfile import load_model
 from lynnc.plan import Options
 from lynnc.records import Records
@@ -48,6 +50,16 @@ def test_graph_of_stage_fused(model: str, program: str, update: bool) -> None:
     check(name, str(fused_graph(load_model(model), program)), update)
 
 
+def with_4_bit_activations(model: str) -> ModelSpec:
+    spec = load_model(model)
+    return replace(spec, precision=replace(spec.precision, activations="nvfp4"))
+
+
+def test_graph_with_4_bit_activations(update: bool) -> None:
+    graph = fused_graph(with_4_bit_activations("tiny-dense"), "prefill")
+    check("tiny-dense-w4a4.prefill.fused.txt", str(graph), update)
+
+
 @pytest.mark.parametrize("program", ["decode/1", "prefill"])
 def test_choices_of_the_large_model(program: str, update: bool) -> None:
     graph = fused_graph(load_model("lynn-27b-a3b"), program)
@@ -79,6 +91,10 @@ def rendered_sources() -> dict[str, str]:
             for _, low in lower_programs(load_model(model), Request(TARGET, options=options)).values():
                 for call in low.kernels.values():
                     found.setdefault(call.entry.name, call.source.text)
+    fp4 = Request(find_target("sm_120"), options=Options(programs=("prefill",)))
+    for _, low in lower_programs(with_4_bit_activations("tiny-dense"), fp4).values():
+        for call in low.kernels.values():
+            found.setdefault(call.entry.name, call.source.text)
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -208,8 +208,29 @@ def test_parts_keep_their_own_global_scales(tmp_path: Path) -> None:
 def test_declared_activations_are_said(tmp_path: Path) -> None:
     made = written(tmp_path, flavour=Flavour("compressed-tensors", activations="nvfp4"))
     report = pack(PackRequest(made.folder, tmp_path / "packed"))
-    assert any("declares nvfp4 activations and the model bf16" in note for note in report.notes)
+    assert any("declares nvfp4 activations: prompts run with them" in note for note in report.notes)
     assert report.index.source.activations == "nvfp4"
+    spec = open_packed(tmp_path / "packed").spec
+    assert spec.precision.activations == "nvfp4"
+    asked = replace(spec, precision=replace(spec.precision, activations="bf16"))
+    report = pack(PackRequest(made.folder, tmp_path / "asked", model=asked))
+    assert any("declares nvfp4 activations and the model bf16" in note for note in report.notes)
+    assert open_packed(tmp_path / "asked").spec.precision.activations == "bf16"
+
+
+@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+def test_weights_without_4_bit_activations_never_get_them(activations: str, tmp_path: Path) -> None:
+    made = written(tmp_path, flavour=Flavour("compressed-tensors"))
+    if activations == "fp8":
+        declared = {"num_bits": 8, "type": "float", "strategy": "token"}
+        edit_json(made.folder / "config.json", lambda c: _groups(c)[0].update(input_activations=declared))
+    report = pack(PackRequest(made.folder, tmp_path / "packed"))
+    assert report.index.source.activations == activations
+    assert open_packed(tmp_path / "packed").spec.precision.activations == "bf16"
+
+
+def _groups(config: dict) -> list[dict]:
+    return list(config["quantization_config"]["config_groups"].values())
 
 
 def test_what_the_metadata_says_is_passed_on(tmp_path: Path) -> None:

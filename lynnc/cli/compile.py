@@ -139,6 +139,8 @@ def run(arguments: Arguments) -> None:
     with compile_bar() as on_progress:
         compiled = compile_model(spec, request, store, arguments.jobs, on_progress)
     save_plan(compiled.plan, compiled.files, folder, arguments.force)
+    if compiled.note:
+        warn(compiled.note)
     _warn_of_idle_knobs(compiled.plan)
     kernels = len(compiled.plan.kernels)
     seconds = round(time.perf_counter() - started, 3)

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from lynnc.activations import settle_activations
 from lynnc.cli.output import amount, duration, number, print_json, print_table, size, text
 from lynnc.cli.parameters import (
     choose_destination,
@@ -71,7 +72,9 @@ def command(**options: Any) -> None:
 def run(arguments: Arguments) -> None:
     """Prints the launches of one program, then the ceilings of several."""
     subject = find_subject(arguments.subject, parse_passes(arguments.without) if arguments.without else ())
-    question = Question(_device(subject, arguments), arguments.context, subject.options.without)
+    device = _device(subject, arguments)
+    settled = settle_activations(subject.spec, device.target, subject.options.without)
+    question = Question(device, arguments.context, settled.without)
     step = explain_step(subject.spec, arguments.program, question, subject.options.prefill_rows)
     limits = ceilings(subject.spec, question)
     if arguments.as_json:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
+from lynnc.cli.output import warn
 from lynnc.cli.progress import compile_bar
 from lynnc.compiler import Request, compile_model
 from lynnc.errors import OptionError
@@ -50,6 +51,8 @@ def compile_here(spec: ModelSpec, device: Device, programs: tuple[str, ...], sto
     with tempfile.TemporaryDirectory(prefix="lynnc-") as scratch:
         with compile_bar() as on_progress:
             compiled = compile_model(spec, request, Store(store), None, on_progress)
+        if compiled.note:
+            warn(compiled.note)
         folder = Path(scratch) / "here.plan"
         save_plan(compiled.plan, compiled.files, folder)
         yield folder

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from lynnc.activations import settle_activations
 from lynnc.choose import choose_all
 from lynnc.cli.output import warn
 from lynnc.cli.parameters import (
@@ -111,7 +112,11 @@ def _print_graph(subject: Subject, arguments: Arguments) -> None:
     if arguments.stage == "model":
         graph = model_graph(subject.spec, arguments.program)
     else:
-        graph = fused_graph(subject.spec, arguments.program, subject.options.without)
+        without = subject.options.without
+        if arguments.target or arguments.device:
+            target = choose_destination(arguments.target, arguments.device).target
+            without = settle_activations(subject.spec, target, without).without
+        graph = fused_graph(subject.spec, arguments.program, without)
     if arguments.op is None:
         click.echo(str(graph), nl=False)
         return
@@ -145,7 +150,10 @@ def _selected(names: Sequence[str], wanted: str | None) -> list[str]:
 
 def _from_model(subject: Subject, arguments: Arguments) -> Iterator[Chosen]:
     destination: Destination = choose_destination(arguments.target, arguments.device)
-    graph = fused_graph(subject.spec, arguments.program, subject.options.without)
+    settled = settle_activations(subject.spec, destination.target, subject.options.without)
+    if settled.note:
+        warn(settled.note)
+    graph = fused_graph(subject.spec, arguments.program, settled.without)
     records = load_records(destination.device.name) if destination.device else Records()
     choices = choose_all(graph, destination.target, records)
     lowered = lower(graph, choices, destination.target)

@@ -53,7 +53,7 @@ def _heads_divide(problem: Problem, knobs: Knobs, target: Target) -> str | None:
 def _default_scan(problem: Problem, target: Target) -> Knobs:
     """Blocks as narrow as give a large GPU a program for each multiprocessor: 32 heads of 4."""
     block_v = min(max(next_power_of_two(int(problem["value_dim"])), LEAST_DIM), 32)
-    return {"BLOCK_V": block_v, "TURNED": 0, "LOW_PARTS": 1, "num_warps": 4, "num_stages": 2}
+    return {"BLOCK_V": block_v, "TURNED": 0, "LOW_PARTS": 0, "num_warps": 4, "num_stages": 3}
 
 
 def _bind_prepare(graph: Graph, op: Op, knobs: Knobs) -> Binding:

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from lynnc.errors import GraphError
 from lynnc.ir import Graph, Op, T
-from lynnc.kernels import attention, experts, gdn, gdnchunks, gemm, greedy, grouped, linear, mlp, moe, simple
+from lynnc.kernels import (
+    attention,
+    experts,
+    gdn,
+    gdnchunks,
+    gemm,
+    gemm_fp4,
+    greedy,
+    grouped,
+    linear,
+    mlp,
+    moe,
+    simple,
+)
 from lynnc.kernels.kernel import Family, Kernel
 from lynnc.programs import MOST_DECODE_ROWS, is_prefill
 
 KERNELS: tuple[Kernel, ...] = (
     *linear.KERNELS,
     *gemm.KERNELS,
+    *gemm_fp4.KERNELS,
     *simple.KERNELS,
     *greedy.KERNELS,
     *gdn.KERNELS,

@@ -25,6 +25,7 @@ from lynnc.passes.fuse_output_gate import fuse_output_gate
 from lynnc.passes.fuse_projections import fuse_projections
 from lynnc.passes.fuse_residual import fuse_residual
 from lynnc.passes.group_experts import group_experts
+from lynnc.passes.quantise_activations import quantise_activations
 from lynnc.passes.split_argmax import split_argmax
 from lynnc.passes.split_attention import split_attention
 from lynnc.programs import is_prefill
@@ -65,6 +66,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(fuse_gate_up, in_prefill=False),
     Pass(fuse_residual, in_prefill=True),
     Pass(fuse_norm, in_prefill=False),
+    Pass(quantise_activations, in_prefill=True),
 )
 
 

@@ -19,8 +19,9 @@ from pathlib import Path
 from lynnc.errors import ModelError, WeightError
 from lynnc.hfconfig import import_config
 from lynnc.ir import Format
-from lynnc.model import ModelSpec
+from lynnc.model import ModelSpec, PrecisionSpec
 from lynnc.modelfile import model_name_from
+from lynnc.modelshape import ACTIVATIONS
 from lynnc.runtime.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from lynnc.runtime.checkpoints.recognise import recognise
 from lynnc.runtime.checkpoints.source import Source
@@ -52,18 +53,26 @@ def resolve(folder: Path, model: ModelSpec | None, experts: ExpertSpec | None, k
     if spec.moe:
         _check_top_k(source, counts if experts is None else tuple(map(len, kept)), spec.moe.top_k)
     if model is None:
-        spec = replace(spec, precision=replace(spec.precision, formats=found_formats(source)))
+        spec = replace(spec, precision=PrecisionSpec(found_formats(source), _followed_activations(source)))
     else:
         notes = (*_configuration_notes(checkpoint, spec), *notes)
-    return Resolved(source, spec, kept, (*source.notes(), *_activation_notes(source), *notes))
+    return Resolved(source, spec, kept, (*source.notes(), *_activation_notes(source, spec), *notes))
 
 
-def _activation_notes(source: Source) -> tuple[str, ...]:
-    """4-bit activations that are declared, and that the model does not ask for, are never a silent change."""
-    declared, asked = source.recognised.activations, source.spec.precision.activations
-    if declared == asked:
+def _followed_activations(source: Source) -> str:
+    """The activations that the checkpoint declares, as far as a model may: FP8 ones are BF16, which is more exact."""
+    declared = source.recognised.activations
+    return declared if declared in ACTIVATIONS else "bf16"
+
+
+def _activation_notes(source: Source, spec: ModelSpec) -> tuple[str, ...]:
+    """4-bit activations, and a model that differs from what the checkpoint declares, are never a silent change."""
+    declared, asked = source.recognised.activations, spec.precision.activations
+    if declared != asked:
+        return (f"the checkpoint declares {declared} activations and the model {asked}: its plans use {asked}",)
+    if declared == "bf16":
         return ()
-    return (f"the checkpoint declares {declared} activations and the model {asked}: its plans use {asked}",)
+    return (f"the checkpoint declares {declared} activations: prompts run with them where a target has FP4 MMA",)
 
 
 def _configuration_notes(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[str, ...]:
