@@ -100,8 +100,9 @@ class Comparison:
         states = {name: self.step.state(name).to(self.device) for name in op.names("state")}
         weights = {name: self.step.weight(self.graph.weights[name], self.device) for name in op.names("weight")}
         run = Run(self.graph, weights, states, self.rows)
-        for name in dict.fromkeys((*op.reads, *op.writes)):
-            run.put(name, self.step.tensor(name).to(self.device))
+        with torch.device(self.device):
+            for name in dict.fromkeys((*op.reads, *op.writes)):
+                run.put(name, self.step.tensor(name).to(self.device))
         return run
 
     def _after(self, op: Op, run: Run) -> Iterator[Agreement]:

@@ -305,12 +305,13 @@ from dataclasses import replace
 
 import lynnc.runtime
 from lynnc.errors import DeviceError
+from lynnc.runtime.calls import KeptCalls
 from lynnc.runtime.loading.generated import GeneratedWeights
 
 executor = lynnc.runtime.load(sys.argv[1], GeneratedWeights(), lynnc.runtime.Room(1, 64), debug=sys.argv[2] == "debug")
-memory = executor.memory
-wrong = {**memory.addresses.weights, ("layers.1.mlp_down_weight", "data"): 1 << 20}
-memory.addresses = replace(memory.addresses, weights=wrong)
+addresses = executor.memory.addresses
+wrong = {**addresses.weights, ("layers.1.mlp_down_weight", "data"): 1 << 20}
+executor._calls = KeptCalls(executor.kernels, replace(addresses, weights=wrong), executor.context)
 try:
     executor.launch(executor.program("decode/1"), [lynnc.runtime.Row(1, 0)])
     executor.device.synchronize()

@@ -67,10 +67,12 @@ def _tile(rows: int, n: int, has_large_mma: bool) -> tuple[int, int, int, int, i
     """BLOCK_M, BLOCK_N, BLOCK_K, warps, stages; the best of those that were tried on an H200."""
     if rows <= 64:
         return rows, 64, 128, 4, 4
-    if not has_large_mma or n <= 512:
-        return 128 if n > 512 else 32, 64, 64 if n > 512 else 128, 4, 3
+    if not has_large_mma:
+        return 128, 64, 64, 4, 3
     if rows <= 512:
         return 128, 128 if n >= 8192 else 64, 64, 4, 4
+    if n <= 512:
+        return 128, 64, 64, 4, 4
     if n < 2048:
         return 128, 128, 128, 8, 3
     return 256, 128, 64, 8, 4
