@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import sympy
 
-from lynnc import ir
+from lynnc import ir, promptops
 from lynnc.ir import Graph, Op, S
 from lynnc.target import Device
 
@@ -150,10 +150,10 @@ def _weight_bytes(graph: Graph, op: Op) -> Expr:
     for name in op.names("weight"):
         weight = graph.weights[name]
         share = sympy.Rational(weight.bytes, max(weight.experts * weight.rows, 1))
-        if isinstance(op, ir.ExpertLinear | ir.GroupedLinear):
+        if isinstance(op, ir.ExpertLinear | promptops.GroupedLinear):
             used = distinct_experts(weight.experts, int(graph.tensors[op.out].shape[1]), _rows(graph, op))
             total += used * weight.rows * share
-        elif isinstance(op, ir.Linear | ir.QuantisedLinear):
+        elif isinstance(op, ir.Linear | promptops.QuantisedLinear):
             total += graph.tensors[op.out].width * share
         elif isinstance(op, ir.Embed):
             total += _rows(graph, op) * share
@@ -175,7 +175,7 @@ def _append_bytes(graph: Graph, op: ir.CacheAppend) -> Expr:
     return graph.tensors[op.k].shape[0] * 2 * op.kv_heads * op.head_dim * 2
 
 
-def _delta_bytes(graph: Graph, op: ir.GatedDelta | ir.DeltaScan) -> Expr:
+def _delta_bytes(graph: Graph, op: ir.GatedDelta | promptops.DeltaScan) -> Expr:
     """A slot's state is read and written once a step."""
     return sympy.Integer(2 * op.value_heads * op.key_dim * op.value_dim * 4)
 
@@ -201,12 +201,12 @@ def _delta_flops(graph: Graph, op: ir.GatedDelta) -> Expr:
     return 7 * _rows(graph, op) * op.value_heads * op.key_dim * op.value_dim
 
 
-def _chunk_flops(graph: Graph, op: ir.DeltaChunk) -> Expr:
+def _chunk_flops(graph: Graph, op: promptops.DeltaChunk) -> Expr:
     """Products of queries and keys with keys, and the inverse of a triangle."""
     return _rows(graph, op) * op.value_heads * op.chunk * (4 * op.key_dim + op.chunk)
 
 
-def _scan_flops(graph: Graph, op: ir.DeltaScan) -> Expr:
+def _scan_flops(graph: Graph, op: promptops.DeltaScan) -> Expr:
     """Three products with the state, two with a chunk's squares."""
     return _rows(graph, op) * op.value_heads * op.value_dim * (6 * op.key_dim + 4 * op.chunk)
 
@@ -235,7 +235,7 @@ _STATE_BYTES: Mapping[type[Op], Callable[[Graph, Any], Expr]] = MappingProxyType
         ir.AttentionPartial: _attention_bytes,
         ir.CacheAppend: _append_bytes,
         ir.GatedDelta: _delta_bytes,
-        ir.DeltaScan: _delta_bytes,
+        promptops.DeltaScan: _delta_bytes,
         ir.CausalConv: _conv_bytes,
     }
 )
@@ -243,15 +243,15 @@ _STATE_BYTES: Mapping[type[Op], Callable[[Graph, Any], Expr]] = MappingProxyType
 _FLOPS: Mapping[type[Op], Callable[[Graph, Any], Expr]] = MappingProxyType(
     {
         ir.Linear: _linear_flops,
-        ir.QuantisedLinear: _linear_flops,
-        ir.QuantiseActivations: _elementwise(32),
+        promptops.QuantisedLinear: _linear_flops,
+        promptops.QuantiseActivations: _elementwise(32),
         ir.ExpertLinear: _linear_flops,
-        ir.GroupedLinear: _linear_flops,
+        promptops.GroupedLinear: _linear_flops,
         ir.Attention: _attention_flops,
         ir.AttentionPartial: _attention_flops,
         ir.GatedDelta: _delta_flops,
-        ir.DeltaChunk: _chunk_flops,
-        ir.DeltaScan: _scan_flops,
+        promptops.DeltaChunk: _chunk_flops,
+        promptops.DeltaScan: _scan_flops,
         ir.CausalConv: _conv_flops,
         ir.RmsNorm: _elementwise(4),
         ir.GatedNorm: _elementwise(8),

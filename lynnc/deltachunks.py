@@ -25,7 +25,7 @@ Places = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """inverse and scores FP32 [T, H, chunk], scales FP32 [T, H, 4]: see ``lynnc.ir.DeltaChunk``."""
+    """inverse and scores FP32 [T, H, chunk], scales FP32 [T, H, 4]: see ``lynnc.promptops.DeltaChunk``."""
 
     inverse: torch.Tensor
     scores: torch.Tensor

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from lynnc import ir
+from lynnc import ir, promptops
 from lynnc.deltachunks import Chunks, delta_chunk, delta_scan
 from lynnc.ir import DType, Graph, Op, S, Tensor
 from lynnc.rowquantise import QuantisedRows, dequantise_rows, quantise_rows
@@ -158,14 +158,14 @@ def _linear(run: Run, op: ir.Linear) -> None:
     run.put(op.out, run.flat(op.x) @ run.weights[op.weight][op.first_row : op.first_row + width].T)
 
 
-def _quantise_activations(run: Run, op: ir.QuantiseActivations) -> None:
+def _quantise_activations(run: Run, op: promptops.QuantiseActivations) -> None:
     rows = quantise_rows(run.flat(op.x))
     run.put(op.codes, rows.codes)
     run.put(op.scales, rows.scales)
     run.put(op.row_scale, rows.row_scale)
 
 
-def _quantised_linear(run: Run, op: ir.QuantisedLinear) -> None:
+def _quantised_linear(run: Run, op: promptops.QuantisedLinear) -> None:
     width = run.graph.tensors[op.out].width
     weight = run.weights[op.weight][op.first_row : op.first_row + width]
     rows = QuantisedRows(run.get(op.codes), run.get(op.scales), run.get(op.row_scale))
@@ -225,7 +225,7 @@ def _gated_delta(run: Run, op: ir.GatedDelta) -> None:
     run.put(op.out, torch.stack(outs))
 
 
-def _delta_chunk(run: Run, op: ir.DeltaChunk) -> None:
+def _delta_chunk(run: Run, op: promptops.DeltaChunk) -> None:
     q, k, _ = _delta_heads(run, op)
     g = run.f32(op.g).clamp_min(op.least_decay)
     found = delta_chunk(q, k, run.f32(op.beta), g, _positions(run, op), op.chunk)
@@ -235,7 +235,7 @@ def _delta_chunk(run: Run, op: ir.DeltaChunk) -> None:
     run.put(op.scales, found.scales)
 
 
-def _delta_scan(run: Run, op: ir.DeltaScan) -> None:
+def _delta_scan(run: Run, op: promptops.DeltaScan) -> None:
     inverse = run.f32(op.inverse) + run.f32(op.inverse_rest)
     chunks = Chunks(inverse, run.f32(op.scores), run.f32(op.scales))
     run.put(op.out, delta_scan(_delta_heads(run, op), chunks, _positions(run, op), run.states[op.state]))
@@ -379,7 +379,7 @@ def _expert_linear(run: Run, op: ir.ExpertLinear) -> None:
     run.put(op.out, torch.stack(rows))
 
 
-def _group_by_expert(run: Run, op: ir.GroupByExpert) -> None:
+def _group_by_expert(run: Run, op: promptops.GroupByExpert) -> None:
     ids = run.get(op.ids).flatten().long()
     counts = torch.bincount(ids, minlength=op.experts).tolist()
     run.put(op.order, torch.sort(ids, stable=True).indices)
@@ -393,7 +393,7 @@ def _group_by_expert(run: Run, op: ir.GroupByExpert) -> None:
     run.put(op.tiles, torch.tensor(tiles, dtype=torch.int32))
 
 
-def _grouped_linear(run: Run, op: ir.GroupedLinear) -> None:
+def _grouped_linear(run: Run, op: promptops.GroupedLinear) -> None:
     x, order, weight = run.f32(op.x), run.get(op.order).flatten().long(), run.weights[op.weight]
     slots = int(run.graph.tensors[op.order].shape[1])
     pairs = x.repeat_interleave(slots, dim=0) if x.dim() == 2 else x.flatten(0, 1)
@@ -454,15 +454,15 @@ _MEANING: Mapping[type[Op], Callable[[Run, Any], None]] = {
     ir.Embed: _embed,
     ir.RmsNorm: _rms_norm,
     ir.Linear: _linear,
-    ir.QuantiseActivations: _quantise_activations,
-    ir.QuantisedLinear: _quantised_linear,
+    promptops.QuantiseActivations: _quantise_activations,
+    promptops.QuantisedLinear: _quantised_linear,
     ir.Add: _add,
     ir.SiluMul: _silu_mul,
     ir.CausalConv: _causal_conv,
     ir.DeltaGates: _delta_gates,
     ir.GatedDelta: _gated_delta,
-    ir.DeltaChunk: _delta_chunk,
-    ir.DeltaScan: _delta_scan,
+    promptops.DeltaChunk: _delta_chunk,
+    promptops.DeltaScan: _delta_scan,
     ir.GatedNorm: _gated_norm,
     ir.HeadNormRope: _head_norm_rope,
     ir.CacheAppend: _cache_append,
@@ -472,8 +472,8 @@ _MEANING: Mapping[type[Op], Callable[[Run, Any], None]] = {
     ir.OutputGate: _output_gate,
     ir.TopK: _top_k,
     ir.ExpertLinear: _expert_linear,
-    ir.GroupByExpert: _group_by_expert,
-    ir.GroupedLinear: _grouped_linear,
+    promptops.GroupByExpert: _group_by_expert,
+    promptops.GroupedLinear: _grouped_linear,
     ir.Combine: _combine,
     ir.SharedAdd: _shared_add,
     ir.Argmax: _argmax,

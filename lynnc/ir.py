@@ -194,22 +194,22 @@ def _named(role: str) -> Any:
     return field(metadata={"role": role})
 
 
-def _read() -> Any:
+def read_field() -> Any:
     """A field that names a tensor the op reads."""
     return _named("read")
 
 
-def _write() -> Any:
+def write_field() -> Any:
     """A field that names a tensor the op writes."""
     return _named("write")
 
 
-def _weight() -> Any:
+def weight_field() -> Any:
     """A field that names a weight."""
     return _named("weight")
 
 
-def _state() -> Any:
+def state_field() -> Any:
     """A field that names a state, which the op may read and write."""
     return _named("state")
 
@@ -266,18 +266,18 @@ class Op:
 class Embed(Op):
     """``out[t] = table[token[t]]``. token I32 [T, 1], table [vocabulary, D], out BF16 [T, D]."""
 
-    token: str = _read()
-    table: str = _weight()
-    out: str = _write()
+    token: str = read_field()
+    table: str = weight_field()
+    out: str = write_field()
 
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm(Op):
     """``out = x / rms(x) * w`` in FP32, ``* (1 + w)`` if ``shifted``; w plain BF16 [D]."""
 
-    x: str = _read()
-    weight: str = _weight()
-    out: str = _write()
+    x: str = read_field()
+    weight: str = weight_field()
+    out: str = write_field()
     eps: float
     shifted: bool
 
@@ -286,35 +286,9 @@ class RmsNorm(Op):
 class Linear(Op):
     """``out = x @ w[first_row : first_row + N].T`` with FP32 accumulation, rounded once to out's dtype [T, N]."""
 
-    x: str = _read()
-    weight: str = _weight()
-    out: str = _write()
-    first_row: int
-
-
-@dataclass(frozen=True, slots=True)
-class QuantiseActivations(Op):
-    """NVFP4 of each row of x BF16 [T, K] by its own maximum: ``x ~ code * scale * row_scale``.
-
-    codes I32 [T, K / 8], eight E2M1 codes a word; scales I32 [T, ceil(K / 64)], four E4M3 numbers a word, one for each
-    16 columns; row_scale F32 [T, 1]. ``lynnc.rowquantise`` says how, and in which order codes stand.
-    """
-
-    x: str = _read()
-    codes: str = _write()
-    scales: str = _write()
-    row_scale: str = _write()
-
-
-@dataclass(frozen=True, slots=True)
-class QuantisedLinear(Op):
-    """``out = (code * scale) @ w[first_row : first_row + N].T * row_scale``, FP32 sums, rounded once to out's dtype."""
-
-    codes: str = _read()
-    scales: str = _read()
-    row_scale: str = _read()
-    weight: str = _weight()
-    out: str = _write()
+    x: str = read_field()
+    weight: str = weight_field()
+    out: str = write_field()
     first_row: int
 
 
@@ -322,17 +296,17 @@ class QuantisedLinear(Op):
 class Add(Op):
     """``out = a + b`` in FP32, each rounded to BF16 first where it is FP32, rounded once to out's dtype."""
 
-    a: str = _read()
-    b: str = _read()
-    out: str = _write()
+    a: str = read_field()
+    b: str = read_field()
+    out: str = write_field()
 
 
 @dataclass(frozen=True, slots=True)
 class SiluMul(Op):
     """``out = bf16(silu(gate)) * up``; x holds gate then up along its last axis: [T, ..., 2 I] -> [T, ..., I]."""
 
-    x: str = _read()
-    out: str = _write()
+    x: str = read_field()
+    out: str = write_field()
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,13 +317,13 @@ class CausalConv(Op):
     Inputs at positions before 0 are zero whatever the state holds. position, slot: I32 [T, 1].
     """
 
-    x: str = _read()
-    position: str = _read()
-    slot: str = _read()
-    start: str = _read()
-    weight: str = _weight()
-    state: str = _state()
-    out: str = _write()
+    x: str = read_field()
+    position: str = read_field()
+    slot: str = read_field()
+    start: str = read_field()
+    weight: str = weight_field()
+    state: str = state_field()
+    out: str = write_field()
     width: int
     ring: int
 
@@ -358,12 +332,12 @@ class CausalConv(Op):
 class DeltaGates(Op):
     """``beta = sigmoid(b)``, ``g = -exp(a_log) * softplus(a + dt_bias)``, FP32 [T, value_heads]; stable softplus."""
 
-    b: str = _read()
-    a: str = _read()
-    a_log: str = _weight()
-    dt_bias: str = _weight()
-    beta: str = _write()
-    g: str = _write()
+    b: str = read_field()
+    a: str = read_field()
+    a_log: str = weight_field()
+    dt_bias: str = weight_field()
+    beta: str = write_field()
+    g: str = write_field()
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,68 +350,17 @@ class GatedDelta(Op):
     A row at position 0 starts from a zero state whatever the slot holds.
     """
 
-    qkv: str = _read()
-    beta: str = _read()
-    g: str = _read()
-    position: str = _read()
-    slot: str = _read()
-    state: str = _state()
-    out: str = _write()
+    qkv: str = read_field()
+    beta: str = read_field()
+    g: str = read_field()
+    position: str = read_field()
+    slot: str = read_field()
+    state: str = state_field()
+    out: str = write_field()
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaChunk(Op):
-    """What each chunk of rows of a GatedDelta needs beside the state; chunks count from the step's first row.
-
-    G and L sum max(g, least_decay) from a slot's first row in the chunk: up to a row, and to its last there. For rows
-    i and j of one slot and chunk, q and k normalised, at ``[i, head, j % chunk]``: inverse + inverse_rest = (1 +
-    lower)^-1 diag(beta), where lower = beta_i exp(G_i - G_j) k_i . k_j for j < i, and the second is what the first
-    loses as BF16; scores = exp(G_i - G_j) q_i . k_j for j <= i. All BF16 [T, value_heads, chunk], elsewhere zero.
-    scales F32 [T, value_heads, 4]: exp(G) / |k|, exp(G) / |q| * key_dim ** -0.5, exp(L - G) / |k|, exp(L).
-    """
-
-    qkv: str = _read()
-    beta: str = _read()
-    g: str = _read()
-    position: str = _read()
-    slot: str = _read()
-    inverse: str = _write()
-    inverse_rest: str = _write()
-    scores: str = _write()
-    scales: str = _write()
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    chunk: int
-    least_decay: float
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaScan(Op):
-    """The rest of a GatedDelta, chunk after chunk, with q, k, v as they are in qkv and scales a, b, c, e of DeltaChunk.
-
-    change = (inverse + inverse_rest) (v - a k S); out = b q S + scores change; S' = e S + k^T (c change).
-    """
-
-    qkv: str = _read()
-    inverse: str = _read()
-    inverse_rest: str = _read()
-    scores: str = _read()
-    scales: str = _read()
-    position: str = _read()
-    slot: str = _read()
-    state: str = _state()
-    out: str = _write()
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    chunk: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,10 +370,10 @@ class GatedNorm(Op):
     x BF16 [T, heads, head_dim], z BF16 [T, heads * head_dim], out BF16 [T, heads * head_dim].
     """
 
-    x: str = _read()
-    z: str = _read()
-    weight: str = _weight()
-    out: str = _write()
+    x: str = read_field()
+    z: str = read_field()
+    weight: str = weight_field()
+    out: str = write_field()
     eps: float
 
 
@@ -463,10 +386,10 @@ class HeadNormRope(Op):
     FP32; the rest pass. out BF16 [T, heads, head_dim].
     """
 
-    x: str = _read()
-    position: str = _read()
-    weight: str = _weight()
-    out: str = _write()
+    x: str = read_field()
+    position: str = read_field()
+    weight: str = weight_field()
+    out: str = write_field()
     heads: int
     head_dim: int
     head_stride: int
@@ -483,12 +406,12 @@ class CacheAppend(Op):
     k_cache, v_cache: BF16 [kv_heads, S, head_dim] for each slot. Rows with position < 0 are padding: nothing stored.
     """
 
-    k: str = _read()
-    v: str = _read()
-    position: str = _read()
-    slot: str = _read()
-    k_cache: str = _state()
-    v_cache: str = _state()
+    k: str = read_field()
+    v: str = read_field()
+    position: str = read_field()
+    slot: str = read_field()
+    k_cache: str = state_field()
+    v_cache: str = state_field()
     kv_heads: int
     head_dim: int
 
@@ -500,12 +423,12 @@ class Attention(Op):
     out BF16 [T, heads, head_dim].
     """
 
-    q: str = _read()
-    position: str = _read()
-    slot: str = _read()
-    k_cache: str = _state()
-    v_cache: str = _state()
-    out: str = _write()
+    q: str = read_field()
+    position: str = read_field()
+    slot: str = read_field()
+    k_cache: str = state_field()
+    v_cache: str = state_field()
+    out: str = write_field()
     heads: int
     kv_heads: int
     head_dim: int
@@ -522,12 +445,12 @@ class AttentionPartial(Op):
     Runs past the end are not written.
     """
 
-    q: str = _read()
-    position: str = _read()
-    slot: str = _read()
-    k_cache: str = _state()
-    v_cache: str = _state()
-    partial: str = _write()
+    q: str = read_field()
+    position: str = read_field()
+    slot: str = read_field()
+    k_cache: str = state_field()
+    v_cache: str = state_field()
+    partial: str = write_field()
     heads: int
     kv_heads: int
     head_dim: int
@@ -540,9 +463,9 @@ class AttentionPartial(Op):
 class AttentionCombine(Op):
     """Joins the partial results of the non-empty runs in order. out BF16 [T, heads, head_dim]."""
 
-    partial: str = _read()
-    position: str = _read()
-    out: str = _write()
+    partial: str = read_field()
+    position: str = read_field()
+    out: str = write_field()
     heads: int
     head_dim: int
     splits: int
@@ -553,9 +476,9 @@ class AttentionCombine(Op):
 class OutputGate(Op):
     """``out = x * bf16(sigmoid(gate))``; the gate of head i stands at ``gate[t, i * stride + offset : + head_dim]``."""
 
-    x: str = _read()
-    gate: str = _read()
-    out: str = _write()
+    x: str = read_field()
+    gate: str = read_field()
+    out: str = write_field()
     heads: int
     head_dim: int
     stride: int
@@ -570,9 +493,9 @@ class TopK(Op):
     [T, k].
     """
 
-    logits: str = _read()
-    ids: str = _write()
-    scores: str = _write()
+    logits: str = read_field()
+    ids: str = write_field()
+    scores: str = write_field()
     experts: int
     k: int
     normalize: bool
@@ -582,74 +505,46 @@ class TopK(Op):
 class ExpertLinear(Op):
     """``out[t, a] = x[t] (or x[t, a]) @ weight[ids[t, a]].T``; out [T, k, N]. FP32 accumulation, rounded once."""
 
-    x: str = _read()
-    ids: str = _read()
-    weight: str = _weight()
-    out: str = _write()
-
-
-@dataclass(frozen=True, slots=True)
-class GroupByExpert(Op):
-    """Pairs (row, slot) in the order of their experts, equal ones as they stand, cut into tiles of one expert each.
-
-    ids I32 [T, k]. order I32 [T, k], flat: the pairs ``t * k + a``; those of expert e are at the places from
-    ``start(e)`` to before ``start(e + 1)``. tiles I32 [T * k // tile + experts, 3]: expert, first place, place after
-    the last. The tiles of expert e start at index ``start(e) // tile + e``, which leaves room for all; what is left
-    over holds no places.
-    """
-
-    ids: str = _read()
-    order: str = _write()
-    tiles: str = _write()
-    experts: int
-    tile: int
-
-
-@dataclass(frozen=True, slots=True)
-class GroupedLinear(Op):
-    """``ExpertLinear`` by tiles: ``out[t, a] = x[t] (or x[t, a]) @ weight[e].T`` for the pairs in e's tiles."""
-
-    x: str = _read()
-    order: str = _read()
-    tiles: str = _read()
-    weight: str = _weight()
-    out: str = _write()
+    x: str = read_field()
+    ids: str = read_field()
+    weight: str = weight_field()
+    out: str = write_field()
 
 
 @dataclass(frozen=True, slots=True)
 class Combine(Op):
     """``out[t] = sum over a, in order, of scores[t, a] * x[t, a]`` in FP32; x [T, k, D], out F32 [T, D]."""
 
-    x: str = _read()
-    scores: str = _read()
-    out: str = _write()
+    x: str = read_field()
+    scores: str = read_field()
+    out: str = write_field()
 
 
 @dataclass(frozen=True, slots=True)
 class SharedAdd(Op):
     """``out = experts + sigmoid(gate) * shared`` in FP32, rounded to BF16; gate F32 [T, 1], the others [T, D]."""
 
-    experts: str = _read()
-    shared: str = _read()
-    gate: str = _read()
-    out: str = _write()
+    experts: str = read_field()
+    shared: str = read_field()
+    gate: str = read_field()
+    out: str = write_field()
 
 
 @dataclass(frozen=True, slots=True)
 class Argmax(Op):
     """Index of the largest logit (ties: lower index; NaN never wins). logits F32 [T, V] -> out I32 [T, 1]."""
 
-    logits: str = _read()
-    out: str = _write()
+    logits: str = read_field()
+    out: str = write_field()
 
 
 @dataclass(frozen=True, slots=True)
 class ArgmaxPartial(Op):
     """Largest logit of each run of ``block`` columns: values F32 [T, blocks], indices I32 [T, blocks]."""
 
-    logits: str = _read()
-    values: str = _write()
-    indices: str = _write()
+    logits: str = read_field()
+    values: str = write_field()
+    indices: str = write_field()
     block: int
 
 
@@ -657,9 +552,9 @@ class ArgmaxPartial(Op):
 class ArgmaxFinal(Op):
     """The index that belongs to the largest value (ties: lower index). out I32 [T, 1]."""
 
-    values: str = _read()
-    indices: str = _read()
-    out: str = _write()
+    values: str = read_field()
+    indices: str = read_field()
+    out: str = write_field()
 
 
 @dataclass(frozen=True, slots=True)
@@ -670,20 +565,20 @@ class Advance(Op):
     following, following_start I32 [T, 1]; history I32 [S].
     """
 
-    token: str = _read()
-    position: str = _read()
-    slot: str = _read()
-    history: str = _state()
-    following: str = _write()
-    following_start: str = _write()
+    token: str = read_field()
+    position: str = read_field()
+    slot: str = read_field()
+    history: str = state_field()
+    following: str = write_field()
+    following_start: str = write_field()
 
 
 @dataclass(frozen=True, slots=True)
 class LastRow(Op):
     """``out[0] = x[T - 1]``: the row whose logits a prefill needs. x BF16 [T, D], out BF16 [1, D]."""
 
-    x: str = _read()
-    out: str = _write()
+    x: str = read_field()
+    out: str = write_field()
 
 
 @dataclass(frozen=True, slots=True)
@@ -692,10 +587,10 @@ class Fused(Op):
 
     pattern: str
     body: tuple[Op, ...]
-    inputs: tuple[str, ...] = _read()
-    used_weights: tuple[str, ...] = _weight()
-    used_states: tuple[str, ...] = _state()
-    outputs: tuple[str, ...] = _write()
+    inputs: tuple[str, ...] = read_field()
+    used_weights: tuple[str, ...] = weight_field()
+    used_states: tuple[str, ...] = state_field()
+    outputs: tuple[str, ...] = write_field()
 
     @property
     def kind(self) -> str:

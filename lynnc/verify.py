@@ -8,17 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from lynnc.errors import GraphError
-from lynnc.ir import (
-    ExpertLinear,
-    Fused,
-    Graph,
-    GroupedLinear,
-    Linear,
-    Op,
-    QuantisedLinear,
-    Stage,
-    walk,
-)
+from lynnc.ir import ExpertLinear, Fused, Graph, Linear, Op, Stage, walk
+from lynnc.promptops import GroupedLinear, QuantisedLinear
 
 
 def verify(graph: Graph, after: str = "build") -> Graph:

@@ -15,9 +15,10 @@ from quick import quick_interpreter
 from torch import nn
 
 from lynnc.choose import choose_all
-from lynnc.ir import DType, Graph, GroupByExpert, T
+from lynnc.ir import DType, Graph, T
 from lynnc.lower import lower
 from lynnc.passes.group_experts import group_experts
+from lynnc.promptops import GroupByExpert
 from lynnc.records import Records
 
 Knobs = Mapping[str, Mapping[str, int]]

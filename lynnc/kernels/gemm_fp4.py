@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from lynnc.ir import GROUP, Add, DType, Graph, Op, QuantiseActivations, QuantisedLinear
+from lynnc.ir import GROUP, Add, DType, Graph, Op
 from lynnc.kernels.kernel import (
     Binding,
     Choice,
@@ -32,6 +32,7 @@ from lynnc.kernels.kernel import (
     weight_args,
 )
 from lynnc.programs import most_rows
+from lynnc.promptops import QuantiseActivations, QuantisedLinear
 from lynnc.target import Target
 
 TCGEN05_ROWS = 128

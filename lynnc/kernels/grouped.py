@@ -5,21 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from lynnc.ir import (
-    Add,
-    Combine,
-    Dim,
-    Graph,
-    GroupByExpert,
-    GroupedLinear,
-    Linear,
-    Op,
-    SharedAdd,
-    SiluMul,
-    Tensor,
-    Weight,
-    primitive_ops,
-)
+from lynnc.ir import Add, Combine, Dim, Graph, Linear, Op, SharedAdd, SiluMul, Tensor, Weight, primitive_ops
 from lynnc.kernels.kernel import (
     DATA_POINTER,
     Arg,
@@ -42,6 +28,7 @@ from lynnc.kernels.kernel import (
     weight_args,
 )
 from lynnc.kernels.moe import ELEMENTWISE_SPACE, elementwise_default, gate_args, matrix_constants
+from lynnc.promptops import GroupByExpert, GroupedLinear
 from lynnc.target import Target
 
 TILES_SPACE: Mapping[str, Knob] = MappingProxyType(

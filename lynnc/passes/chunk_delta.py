@@ -16,8 +16,9 @@ with the state follow each other, on tensor cores.
 
 from __future__ import annotations
 
-from lynnc.ir import DeltaChunk, DeltaGates, DeltaScan, DType, GatedDelta, Graph, T, Tensor
+from lynnc.ir import DeltaGates, DType, GatedDelta, Graph, T, Tensor
 from lynnc.passes.patterns import Group, Uses, fuse, ops_of, replace_ops
+from lynnc.promptops import DeltaChunk, DeltaScan
 
 CHUNK = 64
 """Rows: the lines of one tensor core product; twice as many would double the work on squares."""

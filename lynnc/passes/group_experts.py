@@ -23,24 +23,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from lynnc.ir import (
-    Add,
-    Combine,
-    DType,
-    ExpertLinear,
-    Graph,
-    GroupByExpert,
-    GroupedLinear,
-    Linear,
-    Op,
-    SharedAdd,
-    SiluMul,
-    Tensor,
-    TopK,
-    Weight,
-)
+from lynnc.ir import Add, Combine, DType, ExpertLinear, Graph, Linear, Op, SharedAdd, SiluMul, Tensor, TopK, Weight
 from lynnc.passes.patterns import Group, Uses, fuse, ops_of, replace_ops
 from lynnc.programs import is_prefill, most_rows
+from lynnc.promptops import GroupByExpert, GroupedLinear
 
 LONG = 2048
 """Rows that a step of the program without a limit is expected to have."""

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lynnc.ir import GROUP, Add, DType, Fused, Graph, Linear, Op, QuantiseActivations, QuantisedLinear, Tensor
+from lynnc.ir import GROUP, Add, DType, Fused, Graph, Linear, Op, Tensor
 from lynnc.passes.patterns import replace_ops
 from lynnc.programs import is_prefill
+from lynnc.promptops import QuantiseActivations, QuantisedLinear
 
 CODES_IN_WORD, SCALES_IN_WORD = 8, 4
 
