@@ -21,7 +21,7 @@ import torch
 from lynnc.compiler import graph_of
 from lynnc.errors import PlanError
 from lynnc.interpret import TORCH_DTYPE
-from lynnc.ir import DType, Graph, Weight
+from lynnc.ir import DType, Graph, T, Weight
 from lynnc.plan import Program
 from lynnc.runtime.executor import Executor
 from lynnc.runtime.tensors import DeviceTensor
@@ -43,8 +43,9 @@ class Readback:
         tensor = self.graph.tensors[name]
         base = self.graph.tensors[tensor.base or name]
         address = self.executor.memory.addresses.of(self.program)[base.name]
-        rows = base.shape[0] if isinstance(base.shape[0], int) else self.rows
-        whole = self._download(address, base.dtype, (int(rows), base.width))
+        rows = base.shape[0]
+        count = rows if isinstance(rows, int) else int(rows.subs(T, self.rows))
+        whole = self._download(address, base.dtype, (count, base.width))
         columns = whole[:, tensor.offset : tensor.offset + tensor.width]
         shaped: torch.Tensor = columns.unflatten(1, [int(size) for size in tensor.shape[1:]])
         return shaped

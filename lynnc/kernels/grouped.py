@@ -174,10 +174,8 @@ def _bind_down(graph: Graph, op: Op, knobs: Knobs) -> Binding:
 
 
 def _up_default(problem: Problem, target: Target) -> Knobs:
-    """Measured on an H200, as those below: few rows want weights that go from words to operands in registers."""
-    if int(problem["tile"]) < WIDE_TILE:
-        return {"BLOCK_N": 64, "BLOCK_K": 128, "SWAP": 1, "DIRECT": 1, "num_warps": 4, "num_stages": 3}
-    return {"BLOCK_N": 64, "BLOCK_K": 64, "SWAP": 1, "DIRECT": 0, "num_warps": 4, "num_stages": 3}
+    """Measured on an H200, as those below."""
+    return {"BLOCK_N": 64, "BLOCK_K": 128, "SWAP": 1, "DIRECT": 1, "num_warps": 4, "num_stages": 3}
 
 
 def _down_default(problem: Problem, target: Target) -> Knobs:
