@@ -22,12 +22,19 @@ from test_kernels_gdn import (
 )
 
 from lynnc.ir import GatedDelta, Graph, T
+from lynnc.kernels.gdnchunks import DELTA_SCAN
 from lynnc.kernels.kernel import need
 from lynnc.passes.chunk_delta import chunk_delta
+from lynnc.target import find_target
 
 STATE_LIMIT = 2e-5
 OUT_LIMIT = 4e-3
-"""RMS errors are near 3e-3, and 1.7e-3 is what rounding to BF16 alone makes."""
+"""RMS errors are 3.1e-3 at most on a GPU, flash-linear-attention's 3.7e-3, and rounding to BF16 alone makes 1.7e-3.
+
+Outputs take states and changes of rows in BF16: what that leaves out costs time and does not reach the state.
+"""
+LARGE_TERMS_OUT_LIMIT = 7e-3
+"""Where outputs are sums of larger terms that cancel, rounding these terms to BF16 makes up to 5.1e-3 on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +80,19 @@ def run_chunks(heads: Heads, inputs: Values, knobs: dict[str, dict[str, int]] | 
     return Found(run_both(chunks, inputs, states=states, slots=4, knobs=knobs or {}), *exact(tokens, inputs, states))
 
 
-def check(found: Found, state_limit: float = STATE_LIMIT) -> None:
+def check(found: Found, state_limit: float = STATE_LIMIT, out_limit: float = OUT_LIMIT) -> None:
     for side, values, states in (
         ("kernels", found.got.kernels, found.got.kernel_states),
         ("interpreter", found.got.reference, found.got.reference_states),
     ):
         assert_close(states["delta_state"], found.state, state_limit, f"state of the {side}")
-        check_out(values["delta_out"], found.out, f"out of the {side}")
+        check_out(values["delta_out"], found.out, f"out of the {side}", out_limit)
 
 
-def check_out(out: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+def check_out(out: torch.Tensor, expected: torch.Tensor, what: str, limit: float = OUT_LIMIT) -> None:
     """RMS error, and each value's: outputs are of very unlike size."""
     found = errors(out, expected)
-    assert out.isfinite().all() and found.rms <= OUT_LIMIT, f"{what}: {found}, limit {OUT_LIMIT}"
+    assert out.isfinite().all() and found.rms <= limit, f"{what}: {found}, limit {limit}"
     slack = 0.01 * expected.abs() + 0.03 * expected.square().mean().sqrt()
     assert ((out - expected).abs() <= slack).all(), f"{what}: {found}"
 
@@ -100,9 +107,8 @@ def test_length(length: int) -> None:
 
 
 @pytest.mark.parametrize("heads", HEADS[1:], ids=name_of)
-@pytest.mark.parametrize("turned", [0, 1])
-def test_heads(heads: Heads, turned: int) -> None:
-    check(run_chunks(heads, inputs_of(heads, run_of("rows", 3, 70)), {"delta_scan": {"TURNED": turned}}))
+def test_heads(heads: Heads) -> None:
+    check(run_chunks(heads, inputs_of(heads, run_of("rows", 3, 70))))
 
 
 @pytest.mark.parametrize(
@@ -169,7 +175,8 @@ def test_extreme_gates(b: float, a: float) -> None:
     """Rows that replace what they find or leave it, a decay to nothing and none at all."""
     inputs = inputs_of(GROUPED, run_of("rows", 5, 100))
     inputs["joint"][:, -4:-2], inputs["joint"][:, -2:] = b, a
-    check(run_chunks(GROUPED, inputs))
+    limit = LARGE_TERMS_OUT_LIMIT if (b, a) == (20.0, -20.0) else OUT_LIMIT
+    check(run_chunks(GROUPED, inputs), out_limit=limit)
 
 
 def test_strong_and_weak_decays_in_turn() -> None:
@@ -186,7 +193,7 @@ def test_equal_keys() -> None:
     keys = slice(GROUPED.key_dim, 2 * GROUPED.key_dim)
     inputs["conv_out"][:, keys] = inputs["conv_out"][:1, keys]
     inputs["joint"][:, -4:-2], inputs["joint"][:, -2:] = 4.0, -8.0
-    check(run_chunks(GROUPED, inputs), state_limit=1e-4)
+    check(run_chunks(GROUPED, inputs), state_limit=1e-4, out_limit=LARGE_TERMS_OUT_LIMIT)
 
 
 def test_state_after_many_rows() -> None:
@@ -194,3 +201,20 @@ def test_state_after_many_rows() -> None:
     inputs = inputs_of(GROUPED, run_of("512 rows", 0, 512))
     inputs["joint"][:, -2:] -= 6.0
     check(run_chunks(GROUPED, inputs))
+
+
+@pytest.mark.parametrize(
+    ("target", "stages", "needed"),
+    [("sm_80", 3, None), ("sm_90", 3, 197632), ("sm_100", 3, None), ("sm_120", 2, 78336)],
+)
+def test_stages_fit_shared_memory(target: str, stages: int, needed: int | None) -> None:
+    """At the heads of a 35B model; ``needed`` is what Triton 3.9 takes."""
+    found = find_target(target)
+    problem = {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128, "chunk": 64}
+    knobs = DELTA_SCAN.default(problem, found)
+    assert knobs == {"BLOCK_V": 32, "num_warps": 4, "num_stages": stages}
+    if needed is not None:
+        assert DELTA_SCAN.refusal(problem, knobs, replace(found, shared_memory_limit=needed)) is None
+        assert f"{needed:,} bytes" in str(
+            DELTA_SCAN.refusal(problem, knobs, replace(found, shared_memory_limit=needed - 1))
+        )
