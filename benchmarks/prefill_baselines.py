@@ -74,17 +74,15 @@ def main(plan: Path, output: Path | None, force: bool, without_fla: bool) -> Non
         check_file(output, force)
     records: list[Record] = []
     room = Room(1, max(ROWS) + 2, prefill_programs(load_plan(plan).programs))
-    try:
-        with load(plan, GeneratedWeights(0), room) as executor:
-            command = f"python benchmarks/prefill_baselines.py {plan}"
-            params = {"weights": "random, seed 0", **_versions()}
-            setting = setting_of(executor.plan, executor.device.facts, params, command)
-            click.echo(f"{'rows':>5} {'kernels':46} {'us':>9}   {'beside':22} {'us':>9} {'ratio':>6}")
-            for part in parts_of(executor, without_fla):
-                records += measured(part, setting)
-    finally:
-        if output and records:
-            write_records(output, records, force)
+    with load(plan, GeneratedWeights(0), room) as executor:
+        command = f"python benchmarks/prefill_baselines.py {plan}{' --without-fla' if without_fla else ''}"
+        params = {"weights": "random, seed 0", **_versions()}
+        setting = setting_of(executor.plan, executor.device.facts, params, command)
+        click.echo(f"{'rows':>5} {'kernels':32} {'us':>9}   {'beside':18} {'us':>9} {'ratio':>6}")
+        for part in parts_of(executor, without_fla):
+            records += measured(part, setting)
+            if output:
+                write_records(output, records, force=True)
 
 
 def parts_of(executor: Executor, without_fla: bool = False) -> Iterator[Part]:
@@ -97,14 +95,15 @@ def parts_of(executor: Executor, without_fla: bool = False) -> Iterator[Part]:
         yield from experts(rows, kernels)
     for rows, kernels in steps:
         yield from attentions(rows, kernels)
-    for rows, kernels in [] if without_fla else steps:
-        yield from delta_rules(rows, kernels)
+    for rows, kernels in steps:
+        yield from delta_rules(rows, kernels, without_fla)
 
 
 def measured(part: Part, setting: Setting) -> Iterator[Record]:
     """Records of a part and of what did its work; a library that fails is reported and left out."""
     where: dict[str, Value] = {"op": part.what, "rows": part.rows}
     yield setting.time(f"{part.name}_us", part.ours, **where)
+    click.echo(f"{part.rows:5} {part.what:32} {part.ours.median * 1e6:9.2f}")
     for name, run in part.others.items():
         try:
             theirs = run()
@@ -114,8 +113,7 @@ def measured(part: Part, setting: Setting) -> Iterator[Record]:
         ratio = theirs.median / part.ours.median
         yield setting.time(f"{name}_us", theirs, **where)
         yield setting.count(f"{name}_over_{part.name}", ratio, "x", **where)
-        ours = f"{part.rows:5} {part.what:46} {part.ours.median * 1e6:9.2f}"
-        click.echo(f"{ours}   {name:22} {theirs.median * 1e6:9.2f} {ratio:6.2f}")
+        click.echo(f"{'':48}   {name:18} {theirs.median * 1e6:9.2f} {ratio:6.2f}")
 
 
 def projections(rows: int, kernels: Kernels, l2_bytes: int) -> Iterator[Part]:
@@ -152,10 +150,10 @@ def attentions(rows: int, kernels: Kernels) -> Iterator[Part]:
             for backend in BACKENDS
             for gqa in (False, True)
         }
-        yield Part("attention", f"{heads} heads of {width}, {shared} of keys", rows, kernel.alone, others)
+        yield Part("attention", f"attention, {heads} heads of {width}", rows, kernel.alone, others)
 
 
-def delta_rules(rows: int, kernels: Kernels) -> Iterator[Part]:
+def delta_rules(rows: int, kernels: Kernels, without_fla: bool) -> Iterator[Part]:
     """The delta rule by chunks, without the convolution before and the norm behind it."""
     if any(name not in kernels for name in DELTA):
         return
@@ -163,7 +161,7 @@ def delta_rules(rows: int, kernels: Kernels) -> Iterator[Part]:
     keys, heads, width, value_width = (
         int(problem[name]) for name in ("key_heads", "value_heads", "key_dim", "value_dim")
     )
-    others = {"fla": partial(time_fla, rows, (keys, heads), (width, value_width))}
+    others = {} if without_fla else {"fla": partial(time_fla, rows, (keys, heads), (width, value_width))}
     yield Part("delta_rule", f"delta rule, {heads} heads of {width}", rows, _together(kernels, DELTA), others)
 
 
