@@ -80,7 +80,8 @@ def test_a_plan_means_what_its_model_means(case: Case) -> None:
 def test_a_plan_of_another_model_is_refused(folder: Path) -> None:
     engine = open_planned(folder / "mine.plan", folder / "packed", CONTEXT)
     assert engine.options.programs == ("decode/1", "prefill") and "its graph interpreted" in engine.label
-    assert_close(engine.append(TOKENS), open_interpreted(folder / "packed", CONTEXT).append(TOKENS), ROUNDING, "logits")
+    expected = open_interpreted(folder / "packed", CONTEXT).append(TOKENS)
+    assert_close(engine.append(TOKENS), expected, 5 * ROUNDING, "logits")  # results of experts are BF16 in prompts
     other = folder / "other.plan"
     save_uncompiled(replace(load_model("tiny-moe"), max_context=256), other, ("decode/1",))
     with pytest.raises(PlanError, match=r"compiled for another model than .*packed holds: run `lynnc compile"):
@@ -145,7 +146,13 @@ def test_a_section_by_itself_does_what_it_does_in_the_step(planned: bool) -> Non
             written_names = {name for op in ops_of_section(engine._graph(len(tokens)), section) for name in op.writes}
             assert written_names <= {output.tensor for output in found}
             inner = {kind.kind for op in ops_of_section(engine._graph(1), section) for kind in primitive_ops(op)}
-            assert {output.inner for output in found} <= inner | {"Attention"}
+            assert {output.inner for output in found} <= inner | {
+                "Attention",
+                "GroupByExpert",
+                "GroupedLinear",
+                "DeltaChunk",
+                "DeltaScan",
+            }
     caches = [output for output in found if output.is_state]
     assert [output.tensor for output in caches] == ["layers.3.k_cache", "layers.3.v_cache"]
     assert all(output.values.shape == (2, 31, 64) for output in caches)
