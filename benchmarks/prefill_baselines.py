@@ -29,6 +29,7 @@ from pathlib import Path
 
 import click
 from prefill_libraries import BACKENDS, time_attention, time_experts, time_fla, time_matmul
+from triton.errors import TritonError
 
 from lynnc.bench.kernels import KernelTime
 from lynnc.bench.prompts import PromptKernels, time_prompt_kernels
@@ -48,6 +49,11 @@ LIBRARIES = ("torch", "flash-linear-attention")
 EXPERTS = ("group", "grouped_up", "grouped_down", "combine", "combine_add")
 """Kernels of a layer's experts behind the top-k."""
 DELTA = ("delta_prepare", "delta_scan")
+FAILURES = (
+    *(ImportError, AttributeError, TypeError, ValueError, LookupError),
+    *(AssertionError, OSError, RuntimeError, TritonError),
+)
+"""What libraries raise that are missing, have other parameters, or do not run at a shape."""
 Kernels = Mapping[str, Sequence[tuple[KernelEntry, KernelTime]]]
 """Kernels of a step by name."""
 
@@ -107,7 +113,7 @@ def measured(part: Part, setting: Setting) -> Iterator[Record]:
     for name, run in part.others.items():
         try:
             theirs = run()
-        except Exception as error:  # noqa: BLE001 -- whatever a library raises, the others are measured
+        except FAILURES as error:
             click.echo(f"warning: {name} at {part.rows} rows left out: {type(error).__name__}: {error}", err=True)
             continue
         ratio = theirs.median / part.ours.median
