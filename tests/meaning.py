@@ -157,7 +157,8 @@ class Step:
 
     def tensor(self, graph: Graph, name: str) -> torch.Tensor:
         tensor = graph.tensors[name]
-        rows = self.rows if tensor.shape[0] == T else int(tensor.shape[0])
+        size = tensor.shape[0]
+        rows = size if isinstance(size, int) else int(size.subs(T, self.rows))
         return memory_at(self.address("tensor", name), (rows, tensor.width), TORCH_DTYPE[tensor.dtype])
 
 

@@ -13,6 +13,7 @@ from lynnc.compiler import Compiled, Request, compile_model, lower_programs
 from lynnc.ir import Format
 from lynnc.modelfile import load_model
 from lynnc.plan import KernelEntry, Options
+from lynnc.programs import is_prefill
 from lynnc.store import Store
 from lynnc.target import TARGETS, find_target
 
@@ -35,7 +36,7 @@ def compiled(model: str, target: str, store: Path) -> Compiled:
 
 def decode_kernels(result: Compiled) -> list[KernelEntry]:
     plan = result.plan
-    keys = {launch.kernel for name, p in plan.programs.items() if name != "prefill" for launch in p.launches}
+    keys = {launch.kernel for name, p in plan.programs.items() if not is_prefill(name) for launch in p.launches}
     return [plan.kernels[key] for key in sorted(keys)]
 
 

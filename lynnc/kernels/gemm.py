@@ -58,9 +58,10 @@ def _default(problem: Problem, target: Target) -> Knobs:
     columns = int(problem["k"])
     power = columns & -columns  # the largest that divides them
     block_k = min(block_k, power if power >= 64 else next_power_of_two(columns))
-    return MappingProxyType(
-        {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps, "num_stages": stages}
-    )
+    knobs = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps, "num_stages": stages}
+    while knobs["num_stages"] > 1 and _fits_shared_memory(problem, knobs, target):
+        knobs["num_stages"] -= 1
+    return MappingProxyType(knobs)
 
 
 def _tile(rows: int, n: int, has_large_mma: bool) -> tuple[int, int, int, int, int]:
