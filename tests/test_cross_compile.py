@@ -80,6 +80,8 @@ EARLY_READS = {
     "attention_combine": {"position"},
     "combine_gate": {"position"},
     "gdn_step": {"position", "slot", "start", "state", "conv_state"},
+    "delta_prepare": {"position", "slot"},
+    "delta_scan": {"position", "slot"},
     "experts_down": {"ids"},
 }
 """Reads before the wait of what no launch of the same step wrote: inputs of the step and what earlier steps left. Ids

@@ -95,6 +95,7 @@ def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
     out = adds[0].out if adds else linear.out
     weight, place, width = graph.weights[linear.weight], placed(graph, linear.x), graph.tensors[linear.out].width
     rows, out_place = graph.tensors[out].shape[0], placed(graph, out)
+    is_router = isinstance(linear_problem(graph, op)["n"], str)  # its columns differ from layer to layer
     args = (
         tensor_arg(graph, "x", linear.x),
         tensor_arg(graph, "residual", adds[0].a) if adds else null_arg("residual", "*bf16"),
@@ -114,7 +115,8 @@ def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         "OUT_F32": graph.tensors[out].dtype is DType.F32,
         "FORMAT": FORMAT_CODE[weight.format],
         "PART_ROWS": part_rows(weight),
-        "EVEN": all(size % STORE_ELEMENTS == 0 for size in (width, out_place.offset, out_place.stride)),
+        "EVEN": not is_router
+        and all(size % STORE_ELEMENTS == 0 for size in (width, out_place.offset, out_place.stride)),
         **{name: knobs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K")},
     }
     return Binding(args, constants, (ceil_div(rows, knobs["BLOCK_M"]), ceil_div(width, knobs["BLOCK_N"]), 1))
