@@ -80,6 +80,7 @@ EARLY_READS = {
     "attention_combine": {"position"},
     "combine_gate": {"position"},
     "gdn_step": {"position", "slot", "start", "state", "conv_state"},
+    "causal_conv": {"position", "slot", "start"},
     "delta_prepare": {"position", "slot"},
     "delta_scan": {"position", "slot"},
     "experts_down": {"ids"},
