@@ -15,6 +15,7 @@ from lynnc.errors import OptionError
 PREFILL = "prefill"
 MOST_DECODE_ROWS = 8
 MOST_PREFILL_ROWS = 1 << 16
+LONG_ROWS = 2048
 
 
 def program_rows(name: str) -> int | None:
@@ -36,6 +37,11 @@ def most_rows(name: str) -> int | None:
     """Most rows of a step of ``prefill/N``; None for any other program."""
     found = re.fullmatch(r"prefill/([1-9][0-9]{0,4})", name)
     return int(found.group(1)) if found and int(found.group(1)) <= MOST_PREFILL_ROWS else None
+
+
+def expected_rows(name: str) -> int:
+    """Rows that a step of a program for prompts is expected to have: its most, or ``LONG_ROWS`` where it has no limit."""
+    return most_rows(name) or LONG_ROWS
 
 
 def prefill_programs(names: Iterable[str]) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from lynnc.kernels.kernel import (
     weight_args,
 )
 from lynnc.kernels.linear import linear_problem
-from lynnc.programs import most_rows
+from lynnc.programs import expected_rows
 from lynnc.target import Target
 
 ROW_CLASSES = (16, 64, 512, 2048)
@@ -42,7 +42,7 @@ BYTES: Mapping[str, float] = MappingProxyType(
 
 def row_class(graph: Graph) -> int:
     """The class of the rows of a program."""
-    rows = most_rows(graph.program) or ROW_CLASSES[-1]
+    rows = expected_rows(graph.program)
     return next((limit for limit in ROW_CLASSES if rows <= limit), ROW_CLASSES[-1])
 
 

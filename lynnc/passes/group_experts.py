@@ -25,11 +25,8 @@ from dataclasses import dataclass, replace
 
 from lynnc.ir import Add, Combine, DType, ExpertLinear, Graph, Linear, Op, SharedAdd, SiluMul, Tensor, TopK, Weight
 from lynnc.passes.patterns import Group, Uses, fuse, ops_of, replace_ops
-from lynnc.programs import is_prefill, most_rows
+from lynnc.programs import expected_rows, is_prefill
 from lynnc.promptops import GroupByExpert, GroupedLinear
-
-LONG = 2048
-"""Rows that a step of the program without a limit is expected to have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +65,7 @@ def group_experts(graph: Graph) -> Graph:
 
 def tile_rows(graph: Graph, experts: int, slots: int) -> int:
     """Rows of a tile: few where most experts have one or two, many where they share the work of unpacking weights."""
-    rows = (most_rows(graph.program) or LONG) * slots // experts
+    rows = expected_rows(graph.program) * slots // experts
     return 16 if rows <= 4 else 32 if rows <= 16 else 64
 
 
