@@ -40,7 +40,7 @@ def most_rows(name: str) -> int | None:
 
 
 def expected_rows(name: str) -> int:
-    """Rows that a step of a program for prompts is expected to have: its most, or ``LONG_ROWS`` where it has no limit."""
+    """Rows that a step of a program for prompts is expected to have: its most, or ``LONG_ROWS`` without a limit."""
     return most_rows(name) or LONG_ROWS
 
 
