@@ -18,12 +18,13 @@ from dataclasses import dataclass
 import torch
 
 from lynnc.errors import OptionError
-from lynnc.interpret import Run, run_op
+from lynnc.interpret import run_op
 from lynnc.ir import Op
 from lynnc.programs import MOST_DECODE_ROWS
 from lynnc.readback import Readback, readback_of
 from lynnc.runtime.executor import Executor
 from lynnc.runtime.rows import rows_of
+from lynnc.stepvalues import Run
 
 LIMIT = 2e-2
 """RMS error over the RMS of the interpreter's values; a launch with BF16 results stays well below."""

@@ -153,6 +153,8 @@ def _weight_bytes(graph: Graph, op: Op) -> Expr:
         if isinstance(op, ir.ExpertLinear | promptops.GroupedLinear):
             used = distinct_experts(weight.experts, int(graph.tensors[op.out].shape[1]), _rows(graph, op))
             total += used * weight.rows * share
+        elif isinstance(op, promptops.PartialLinear):
+            total += int(graph.tensors[op.out].shape[-1]) * share
         elif isinstance(op, ir.Linear | promptops.QuantisedLinear):
             total += graph.tensors[op.out].width * share
         elif isinstance(op, ir.Embed):
@@ -188,6 +190,15 @@ def _conv_bytes(graph: Graph, op: ir.CausalConv) -> Expr:
 def _linear_flops(graph: Graph, op: Any) -> Expr:
     out, columns = graph.tensors[op.out], graph.weights[op.weight].columns
     return 2 * out.shape[0] * out.width * columns
+
+
+def _partial_flops(graph: Graph, op: promptops.PartialLinear) -> Expr:
+    return _linear_flops(graph, op) / op.parts
+
+
+def _sum_flops(graph: Graph, op: promptops.SumParts) -> Expr:
+    x = graph.tensors[op.x]
+    return x.shape[0] * x.width
 
 
 def _attention_flops(graph: Graph, op: Any) -> Expr:
@@ -243,6 +254,8 @@ _STATE_BYTES: Mapping[type[Op], Callable[[Graph, Any], Expr]] = MappingProxyType
 _FLOPS: Mapping[type[Op], Callable[[Graph, Any], Expr]] = MappingProxyType(
     {
         ir.Linear: _linear_flops,
+        promptops.PartialLinear: _partial_flops,
+        promptops.SumParts: _sum_flops,
         promptops.QuantisedLinear: _linear_flops,
         promptops.QuantiseActivations: _elementwise(32),
         ir.ExpertLinear: _linear_flops,

@@ -15,7 +15,6 @@ Example::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,13 +22,9 @@ import torch.nn.functional as F
 
 from lynnc import ir, promptops
 from lynnc.deltachunks import Chunks, delta_chunk, delta_scan
-from lynnc.ir import DType, Graph, Op, S, Tensor
+from lynnc.ir import Graph, Op, S
 from lynnc.rowquantise import QuantisedRows, dequantise_rows, quantise_rows
-
-TORCH_DTYPE = {DType.BF16: torch.bfloat16, DType.F32: torch.float32, DType.I32: torch.int32}
-
-Weights = Mapping[str, torch.Tensor]
-"""Dequantised FP32 values by weight name: [rows], [rows, columns] or [experts, rows, columns]."""
+from lynnc.stepvalues import TORCH_DTYPE, Run, Weights, bf16
 
 
 def new_states(graph: Graph, slots: int, context: int) -> dict[str, torch.Tensor]:
@@ -72,74 +67,6 @@ def run_op(run: Run, op: Op) -> None:
         _MEANING[type(inner)](run, inner)
 
 
-@dataclass(slots=True)
-class Run:
-    """Values while a graph runs; a view reads and writes the memory of its base."""
-
-    graph: Graph
-    weights: Weights
-    states: dict[str, torch.Tensor]
-    rows: int
-    values: dict[str, torch.Tensor] = field(default_factory=dict)
-    written: dict[str, None] = field(default_factory=dict)
-    _views: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Of the tensors asked for so far: making one costs as much as an op on one row."""
-
-    def _view(self, name: str) -> torch.Tensor:
-        if name not in self._views:
-            tensor = self.graph.tensors[name]
-            root = self.graph.tensors[tensor.base or name]
-            if root.name not in self.values:
-                self.values[root.name] = torch.zeros(self._rows(root), root.width, dtype=TORCH_DTYPE[root.dtype])
-            self._views[name] = _columns(self.values[root.name], tensor)
-        return self._views[name]
-
-    def _rows(self, root: Tensor) -> int:
-        rows = root.shape[0]
-        if isinstance(rows, int):  # comparing a number with a symbol is slow
-            return rows
-        return self.rows if rows == ir.T else int(rows.subs(ir.T, self.rows))
-
-    def get(self, name: str) -> torch.Tensor:
-        """The tensor in its own dtype and shape."""
-        return self._view(name)
-
-    def f32(self, name: str) -> torch.Tensor:
-        """The tensor as FP32."""
-        return self._view(name).float()
-
-    def flat(self, name: str) -> torch.Tensor:
-        """FP32 ``[T, width]``."""
-        return self._view(name).flatten(1).float()
-
-    def index(self, name: str) -> torch.Tensor:
-        """An I32 ``[T, 1]`` input as int64 ``[T]``."""
-        return self._view(name)[:, 0].long()
-
-    def put(self, name: str, value: torch.Tensor) -> None:
-        """Rounds ``value`` to the tensor's dtype and stores it."""
-        tensor = self.graph.tensors[name]
-        if tensor.base is None and name not in self.values:
-            rounded = value.reshape(self._rows(tensor), tensor.width).to(TORCH_DTYPE[tensor.dtype], copy=True)
-            self.values[name] = rounded.contiguous()
-        else:
-            target = self._view(name)
-            target.copy_(value.reshape(target.shape))
-        self.written[name] = None
-
-
-def _columns(root: torch.Tensor, tensor: Tensor) -> torch.Tensor:
-    """A tensor's part ``[rows, *columns]`` of the memory ``[rows, width]`` that it lies in."""
-    columns = root if tensor.base is None else root[:, tensor.offset : tensor.offset + tensor.width]
-    shaped: torch.Tensor = columns if len(tensor.shape) == 2 else columns.unflatten(1, list(map(int, tensor.shape[1:])))
-    return shaped
-
-
-def bf16(x: torch.Tensor) -> torch.Tensor:
-    """FP32 values rounded to BF16 and back."""
-    return x.bfloat16().float()
-
-
 def _rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
@@ -156,6 +83,17 @@ def _rms_norm(run: Run, op: ir.RmsNorm) -> None:
 def _linear(run: Run, op: ir.Linear) -> None:
     width = run.graph.tensors[op.out].width
     run.put(op.out, run.flat(op.x) @ run.weights[op.weight][op.first_row : op.first_row + width].T)
+
+
+def _partial_linear(run: Run, op: promptops.PartialLinear) -> None:
+    width = int(run.graph.tensors[op.out].shape[-1])
+    x = run.flat(op.x).unflatten(1, [op.parts, -1])
+    weight = run.weights[op.weight][op.first_row : op.first_row + width].unflatten(1, [op.parts, -1])
+    run.put(op.out, torch.einsum("tpk,npk->tpn", x, weight))
+
+
+def _sum_parts(run: Run, op: promptops.SumParts) -> None:
+    run.put(op.out, run.f32(op.x).sum(1))
 
 
 def _quantise_activations(run: Run, op: promptops.QuantiseActivations) -> None:
@@ -454,6 +392,8 @@ _MEANING: Mapping[type[Op], Callable[[Run, Any], None]] = {
     ir.Embed: _embed,
     ir.RmsNorm: _rms_norm,
     ir.Linear: _linear,
+    promptops.PartialLinear: _partial_linear,
+    promptops.SumParts: _sum_parts,
     promptops.QuantiseActivations: _quantise_activations,
     promptops.QuantisedLinear: _quantised_linear,
     ir.Add: _add,

@@ -7,6 +7,7 @@ Grammar
     graph   := stage, tensors, weights, states, ops          # ops in execution order
     tensor  := name : dtype [rows, columns...]               # an activation; rows may be the symbol T
              | name = base[:, start : start + columns]       # a view of columns of another tensor
+             | ... in the order of lanes                     # how its columns stand in memory (lynnc/columnorder.py)
     weight  := name : format [experts?, rows, columns]       # constant for the plan, packed by parts
     state   := name : dtype [per slot shape]                 # lives between steps; the context S may appear
     op      := Kind(reads..., weights..., states...) -> writes
@@ -30,6 +31,8 @@ from functools import cache
 from typing import Any, TypeAlias
 
 import sympy
+
+from lynnc.columnorder import ColumnOrder
 
 T = sympy.Symbol("T", integer=True, positive=True)
 """Rows (tokens) in the step."""
@@ -87,6 +90,7 @@ class Tensor:
     shape: tuple[Dim, ...]
     base: str | None = None
     offset: int = 0
+    order: ColumnOrder = ColumnOrder.NATURAL
 
     @property
     def width(self) -> int:
@@ -99,7 +103,8 @@ class Tensor:
     def __str__(self) -> str:
         shape = ", ".join(str(dim) for dim in self.shape)
         view = f" = {self.base}[:, {self.offset}:{self.offset + self.width}]" if self.base else ""
-        return f"{self.name}: {self.dtype}[{shape}]{view}"
+        order = "" if self.order is ColumnOrder.NATURAL else f" in the order of {self.order}"
+        return f"{self.name}: {self.dtype}[{shape}]{view}{order}"
 
 
 @dataclass(frozen=True, slots=True)

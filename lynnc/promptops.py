@@ -11,7 +11,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lynnc.ir import Op, read_field, state_field, weight_field, write_field
+from lynnc.ir import Linear, Op, read_field, state_field, weight_field, write_field
+
+
+@dataclass(frozen=True, slots=True)
+class PartialLinear(Linear):
+    """A Linear by parts of its columns, K / parts each: the products of each part, FP32 [T, parts, N]."""
+
+    parts: int
+
+
+@dataclass(frozen=True, slots=True)
+class SumParts(Op):
+    """``out = x[:, 0] + x[:, 1] + ...`` of x FP32 [T, parts, N] in that order, rounded once to out's dtype [T, N]."""
+
+    x: str = read_field()
+    out: str = write_field()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,12 @@ import torch
 
 from lynnc.compiler import graph_of
 from lynnc.errors import PlanError
-from lynnc.interpret import TORCH_DTYPE
 from lynnc.ir import DType, Graph, T, Weight
 from lynnc.plan import Program
 from lynnc.runtime.executor import Executor
 from lynnc.runtime.tensors import DeviceTensor
 from lynnc.runtime.weights.arrays import PackedWeight, unpack_weight
+from lynnc.stepvalues import TORCH_DTYPE, natural
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Readback:
     rows: int
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor in its own dtype and shape, or the columns of its base that it is a view of."""
+        """A tensor in its own dtype and shape, in the natural order of columns, or those of its base that it views."""
         tensor = self.graph.tensors[name]
         base = self.graph.tensors[tensor.base or name]
         address = self.executor.memory.addresses.of(self.program)[base.name]
@@ -48,7 +48,7 @@ class Readback:
         whole = self._download(address, base.dtype, (count, base.width))
         columns = whole[:, tensor.offset : tensor.offset + tensor.width]
         shaped: torch.Tensor = columns.unflatten(1, [int(size) for size in tensor.shape[1:]])
-        return shaped
+        return natural(tensor, shaped)
 
     def write(self, name: str, values: torch.Tensor) -> None:
         """Fills the first rows of a tensor with memory of its own; values [n, ...] are rounded to its dtype."""

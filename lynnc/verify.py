@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from lynnc.errors import GraphError
 from lynnc.ir import ExpertLinear, Fused, Graph, Linear, Op, Stage, walk
-from lynnc.promptops import GroupedLinear, QuantisedLinear
+from lynnc.promptops import GroupedLinear, PartialLinear, QuantisedLinear
 
 
 def verify(graph: Graph, after: str = "build") -> Graph:
@@ -97,7 +97,7 @@ def _linears_fit_their_weights(graph: Graph) -> Iterator[str]:
         x = graph.tensors[op.codes if isinstance(op, QuantisedLinear) else op.x]
         weight, out = graph.weights[op.weight], graph.tensors[op.out]
         columns = 8 * x.width if isinstance(op, QuantisedLinear) else x.width
-        rows = out.width
+        rows = int(out.shape[-1]) if isinstance(op, PartialLinear) else out.width
         if isinstance(op, (ExpertLinear, GroupedLinear)):
             columns, rows = int(x.shape[-1]), int(out.shape[-1])
         if columns != weight.columns:

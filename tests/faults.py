@@ -23,10 +23,10 @@ from reference import Reference
 import lynnc.interpret as meaning
 from lynnc.build import build_graph
 from lynnc.engines.interpreted import Interpreted
-from lynnc.interpret import Run
 from lynnc.ir import Op
 from lynnc.runtime.weights.arrays import PackedWeight, unpack_weight
 from lynnc.runtime.weights.nvfp4 import pack_codes, unpack_codes
+from lynnc.stepvalues import Run
 
 Arrays = dict[str, torch.Tensor]
 Meaning = Callable[[Run, Any], None]

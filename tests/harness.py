@@ -15,6 +15,7 @@ from lynnc.lower import lower
 from lynnc.records import Records
 from lynnc.runtime.weights.arrays import PackedWeight, pack_weight, unpack_weight
 from lynnc.simulate import Simulator
+from lynnc.stepvalues import in_memory, natural
 from lynnc.target import find_target
 
 TARGET = find_target("sm_90")
@@ -151,10 +152,13 @@ def run_both(
     lowered = lower(graph, choose_all(graph, TARGET, Records(), knobs), TARGET, max(64, step["token"].shape[0]))
     entries = {key: call.entry for key, call in lowered.kernels.items()}
     simulator = Simulator(entries, packed, kernel_states, context, device())
-    kernels = simulator.run(lowered.program, step)
+    known = {name: graph.tensors[name] for name in step if name in graph.tensors}
+    stored = {name: in_memory(known[name], value) if name in known else value for name, value in step.items()}
+    kernels = simulator.run(lowered.program, stored)
     reference = interpret(graph, values, reference_states, step)
     kernel_states = {name: value.cpu() for name, value in simulator.states.items()}
-    return Outcome({name: value.cpu() for name, value in kernels.items()}, reference, kernel_states, reference_states)
+    found = {name: natural(graph.tensors[name], value.cpu()) for name, value in kernels.items()}
+    return Outcome(found, reference, kernel_states, reference_states)
 
 
 __all__ = [

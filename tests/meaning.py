@@ -25,7 +25,7 @@ from runners import FEW_SPLITS
 from lynnc.compiler import fused_graph
 from lynnc.dims import evaluate
 from lynnc.fields import Place
-from lynnc.interpret import TORCH_DTYPE, Run, run_op
+from lynnc.interpret import run_op
 from lynnc.ir import DType, Graph, Op, T
 from lynnc.modelshape import from_dict
 from lynnc.plan import Launch, Plan, Program
@@ -34,6 +34,7 @@ from lynnc.runtime.budget import Room
 from lynnc.runtime.device import Call
 from lynnc.runtime.executor import Executor
 from lynnc.runtime.weights.arrays import PackedWeight, unpack_weight
+from lynnc.stepvalues import TORCH_DTYPE, Run
 
 STORED = {
     "i64": torch.int64,

@@ -24,12 +24,12 @@ from moe_graphs import (
 from torch import nn
 
 from lynnc.choose import choose_all
-from lynnc.interpret import TORCH_DTYPE
 from lynnc.kernels.table import kernel_for
 from lynnc.lower import lower
 from lynnc.passes.fuse_experts_down import fuse_experts_down
 from lynnc.passes.fuse_experts_up import fuse_experts_up
 from lynnc.records import Records
+from lynnc.stepvalues import TORCH_DTYPE
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -18,8 +18,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from lynnc.interpret import Run, Weights, run_op
+from lynnc.interpret import run_op
 from lynnc.ir import CacheAppend, Graph, Op, primitive_ops
+from lynnc.stepvalues import Run, Weights
 
 EMBED, HEAD = "embed", "head"
 

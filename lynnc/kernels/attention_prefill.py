@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from lynnc.columnorder import ColumnOrder
 from lynnc.ir import Attention, CacheAppend, Graph, HeadNormRope, Op, OutputGate, S
 from lynnc.kernels.attention_ops import (
     LEAST_DOT,
@@ -108,6 +109,7 @@ def _bind_attention(graph: Graph, op: Op, knobs: Knobs) -> Binding:
     constants = {
         **place_constants(graph, attention.q, "Q"),
         **gating,
+        "LANES": graph.tensors[out].order is ColumnOrder.LANES,
         **place_constants(graph, out, "OUT"),
         "KV_HEADS": attention.kv_heads,
         "GROUP": group,

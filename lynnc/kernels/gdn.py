@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from lynnc.columnorder import ColumnOrder
 from lynnc.ir import CausalConv, DeltaGates, GatedDelta, GatedNorm, Graph, Op
 from lynnc.kernels.kernel import (
     Arg,
@@ -194,6 +195,7 @@ def _bind_norm(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         **place_constants(graph, norm.x, "X"),
         **place_constants(graph, norm.z, "Z"),
         "EPS": norm.eps,
+        "LANES": graph.tensors[norm.out].order is ColumnOrder.LANES,
         "BLOCK_HEADS": knobs["BLOCK_HEADS"],
         "BLOCK_D": next_power_of_two(int(head_dim)),
     }

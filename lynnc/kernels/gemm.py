@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from lynnc.columnorder import BLOCK, ColumnOrder
 from lynnc.ir import Add, DType, Format, Graph, Linear, Op
 from lynnc.kernels.kernel import (
     FORMAT_CODE,
@@ -28,6 +29,7 @@ from lynnc.kernels.kernel import (
 )
 from lynnc.kernels.linear import linear_problem
 from lynnc.programs import expected_rows
+from lynnc.promptops import PartialLinear
 from lynnc.target import Target
 
 ROW_CLASSES = (16, 64, 512, 2048)
@@ -47,17 +49,23 @@ def row_class(graph: Graph) -> int:
 
 
 def _problem(graph: Graph, op: Op) -> Problem:
-    """A projection and the class of its rows: the row's bits may differ between programs of unlike classes."""
-    return {**linear_problem(graph, op), "rows": row_class(graph)}
+    """A projection, how its input stands in memory, and the class of its rows: a row's bits may differ between those."""
+    linear = need(op, Linear)
+    problem = {**linear_problem(graph, op), "order": graph.tensors[linear.x].order.value, "rows": row_class(graph)}
+    if isinstance(linear, PartialLinear):
+        problem |= {"n": int(graph.tensors[linear.out].shape[-1]), "parts": linear.parts}
+    return problem
 
 
 def _default(problem: Problem, target: Target) -> Knobs:
     """Tiles by the class of rows: few rows are bound by the bytes of weights, many by tensor cores."""
     n = int(str(problem["n"]).removeprefix("router-"))
     block_m, block_n, block_k, warps, stages = _tile(int(problem["rows"]), n, target.has_wgmma or target.has_tcgen05)
-    columns = int(problem["k"])
+    columns = int(problem["k"]) // int(problem.get("parts", 1))
     power = columns & -columns  # the largest that divides them
     block_k = min(block_k, power if power >= 64 else next_power_of_two(columns))
+    if problem["order"] == ColumnOrder.LANES:
+        block_k = BLOCK
     knobs = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps, "num_stages": stages}
     while knobs["num_stages"] > 1 and _fits_shared_memory(problem, knobs, target):
         knobs["num_stages"] -= 1
@@ -67,16 +75,16 @@ def _default(problem: Problem, target: Target) -> Knobs:
 def _tile(rows: int, n: int, has_large_mma: bool) -> tuple[int, int, int, int, int]:
     """BLOCK_M, BLOCK_N, BLOCK_K, warps, stages; the best of those that were tried on an H200."""
     if rows <= 64:
-        return rows, 64, 128, 4, 4
+        return rows, 64, 128, 4, 4 if rows <= 16 else 3
     if not has_large_mma:
         return 128, 64, 64, 4, 3
     if rows <= 512:
-        return 128, 128 if n >= 8192 else 64, 64, 4, 4
+        return (256, 128, 64, 8, 3) if n >= 8192 else (128, 64, 64, 4, 4)
     if n <= 512:
         return 128, 64, 64, 4, 4
     if n < 2048:
         return 128, 128, 128, 8, 3
-    return 256, 128, 64, 8, 4
+    return 256, 128, 64, 8, 3
 
 
 def _fits_shared_memory(problem: Problem, knobs: Knobs, target: Target) -> str | None:
@@ -89,11 +97,34 @@ def _fits_shared_memory(problem: Problem, knobs: Knobs, target: Target) -> str |
     return None
 
 
+def _fits_parts(problem: Problem, knobs: Knobs, target: Target) -> str | None:
+    """A part of the columns is whole blocks: what stands behind it belongs to the next."""
+    columns = int(problem["k"]) // int(problem.get("parts", 1))
+    if "parts" not in problem or columns % knobs["BLOCK_K"] == 0:
+        return None
+    return f"BLOCK_K={knobs['BLOCK_K']} does not divide the {columns} columns of a part"
+
+
+def fits_lanes(problem: Problem, knobs: Knobs, target: Target) -> str | None:
+    """Columns in the order of lanes come in whole blocks and meet whole matrix instructions of every warp."""
+    if problem["order"] != ColumnOrder.LANES:
+        return None
+    rows = 16 * knobs["num_warps"]
+    if knobs["BLOCK_K"] == BLOCK and knobs["BLOCK_N"] % rows == 0:
+        return None
+    return f"columns in the order of lanes need BLOCK_K={BLOCK} and BLOCK_N a multiple of {rows}"
+
+
 def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
     linear = need(op, Linear)
     adds = body_of(op, Add)
     out = adds[0].out if adds else linear.out
-    weight, place, width = graph.weights[linear.weight], placed(graph, linear.x), graph.tensors[linear.out].width
+    weight, place, width = (
+        graph.weights[linear.weight],
+        placed(graph, linear.x),
+        int(graph.tensors[linear.out].shape[-1]),
+    )
+    parts = linear.parts if isinstance(linear, PartialLinear) else 1
     rows, out_place = graph.tensors[out].shape[0], placed(graph, out)
     is_router = isinstance(linear_problem(graph, op)["n"], str)  # its columns differ from layer to layer
     args = (
@@ -117,14 +148,17 @@ def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         "PART_ROWS": part_rows(weight),
         "EVEN": not is_router
         and all(size % STORE_ELEMENTS == 0 for size in (width, out_place.offset, out_place.stride)),
+        "PARTS": parts,
+        "LANES": graph.tensors[linear.x].order is ColumnOrder.LANES,
+        "WARPS": knobs["num_warps"],
         **{name: knobs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K")},
     }
-    return Binding(args, constants, (ceil_div(rows, knobs["BLOCK_M"]), ceil_div(width, knobs["BLOCK_N"]), 1))
+    return Binding(args, constants, (ceil_div(rows, knobs["BLOCK_M"]), ceil_div(width, knobs["BLOCK_N"]), parts))
 
 
 GEMM = Kernel(
     name="gemm",
-    patterns=("Linear", "LinearResidual"),
+    patterns=("Linear", "LinearResidual", "PartialLinear"),
     family=Family.PREFILL,
     space=MappingProxyType(
         {
@@ -138,7 +172,7 @@ GEMM = Kernel(
     default=_default,
     problem=_problem,
     bind=_bind,
-    constraints=(_fits_shared_memory,),
+    constraints=(_fits_shared_memory, _fits_parts, fits_lanes),
 )
 
 KERNELS = (GEMM,)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from lynnc.columnorder import ColumnOrder
 from lynnc.ir import Add, Combine, Dim, Graph, Linear, Op, SharedAdd, SiluMul, Tensor, Weight, primitive_ops
+from lynnc.kernels.gemm import fits_lanes
 from lynnc.kernels.kernel import (
     DATA_POINTER,
     Arg,
@@ -36,7 +38,6 @@ TILES_SPACE: Mapping[str, Knob] = MappingProxyType(
         "BLOCK_N": PowerOfTwo(16, 256),
         "BLOCK_K": PowerOfTwo(64, 512),
         "SWAP": Choice((0, 1)),
-        "DIRECT": Choice((0, 1)),
         "num_warps": PowerOfTwo(1, 8),
         "num_stages": Choice((1, 2, 3, 4, 5)),
     }
@@ -101,6 +102,7 @@ def _tiles_problem(graph: Graph, op: Op) -> Problem:
         "format": weight.format.value,
         "k": weight.columns,
         "n": weight.rows,
+        "order": graph.tensors[linear.x].order.value,
         "shared": int(shared is not None),
         "slots": int(graph.tensors[linear.order].shape[1]),
         "tile": _tile(graph, linear.tiles)[0],
@@ -125,7 +127,7 @@ def _constants(graph: Graph, op: Op, knobs: Knobs) -> Mapping[str, int | float |
         "BLOCK_N": knobs["BLOCK_N"],
         "BLOCK_K": _tile_columns(weight, knobs["BLOCK_K"]),
         "SWAP": bool(knobs["SWAP"]),
-        "DIRECT": knobs["DIRECT"],
+        "LANES": graph.tensors[linear.x].order is ColumnOrder.LANES,
         "WARPS": knobs["num_warps"],
     }
 
@@ -151,6 +153,7 @@ def _bind_up(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         "X_OFFSET": place.offset,
         "I": size,
         "TOP_K": int(graph.tensors[linear.order].shape[1]),
+        "ACT_LANES": graph.tensors[acts[linear.out]].order is ColumnOrder.LANES,
     }
     return Binding(args, MappingProxyType(constants), _grid(graph, op, -(-size // knobs["BLOCK_N"])))
 
@@ -175,20 +178,21 @@ def _bind_down(graph: Graph, op: Op, knobs: Knobs) -> Binding:
 
 def _up_default(problem: Problem, target: Target) -> Knobs:
     """Measured on an H200, as those below."""
-    return {"BLOCK_N": 64, "BLOCK_K": 128, "SWAP": 1, "DIRECT": 1, "num_warps": 4, "num_stages": 3}
+    stages = 4 if int(problem["tile"]) < WIDE_TILE else 3
+    return {"BLOCK_N": 64, "BLOCK_K": 128, "SWAP": 1, "num_warps": 4, "num_stages": stages}
 
 
 def _down_default(problem: Problem, target: Target) -> Knobs:
-    if int(problem["tile"]) < WIDE_TILE:
-        return {"BLOCK_N": 128, "BLOCK_K": 128, "SWAP": 1, "DIRECT": 1, "num_warps": 4, "num_stages": 3}
-    return {"BLOCK_N": 128, "BLOCK_K": 64, "SWAP": 0, "DIRECT": 0, "num_warps": 4, "num_stages": 3}
+    if int(problem["tile"]) < WIDE_TILE or problem["order"] == ColumnOrder.LANES:
+        return {"BLOCK_N": 128, "BLOCK_K": 128, "SWAP": 1, "num_warps": 4, "num_stages": 3}
+    return {"BLOCK_N": 128, "BLOCK_K": 64, "SWAP": 0, "num_warps": 4, "num_stages": 3}
 
 
-def _is_direct(problem: Problem, knobs: Knobs, target: Target) -> str | None:
-    """Direct tiles are whole matrix instructions of every warp, with the weight on their left."""
-    if not knobs["DIRECT"] or (knobs["SWAP"] and knobs["BLOCK_N"] % (16 * knobs["num_warps"]) == 0):
-        return None
-    return f"DIRECT needs SWAP and a multiple of {16 * knobs['num_warps']} rows"
+def _fits_lanes(problem: Problem, knobs: Knobs, target: Target) -> str | None:
+    """Columns in the order of lanes meet whole matrix instructions of every warp, with the weight on their left."""
+    if problem["order"] != ColumnOrder.LANES or knobs["SWAP"]:
+        return fits_lanes(problem, knobs, target)
+    return "columns in the order of lanes need SWAP"
 
 
 def _has_two_halves(problem: Problem, knobs: Knobs, target: Target) -> str | None:
@@ -234,7 +238,7 @@ GROUPED_UP = Kernel(
     default=_up_default,
     problem=_tiles_problem,
     bind=_bind_up,
-    constraints=(_has_two_halves, _is_direct),
+    constraints=(_has_two_halves, _fits_lanes),
 )
 GROUPED_DOWN = Kernel(
     name="grouped_down",
@@ -244,7 +248,7 @@ GROUPED_DOWN = Kernel(
     default=_down_default,
     problem=_tiles_problem,
     bind=_bind_down,
-    constraints=(_is_direct,),
+    constraints=(_fits_lanes,),
 )
 COMBINE_ADD = Kernel(
     name="combine_add",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from lynnc.columnorder import ColumnOrder
 from lynnc.ir import Add, Dim, Embed, Graph, LastRow, Op, RmsNorm
 from lynnc.kernels.kernel import (
     FORMAT_CODE,
@@ -17,8 +19,10 @@ from lynnc.kernels.kernel import (
     Knobs,
     PowerOfTwo,
     Problem,
+    body_of,
     ceil_div,
     next_power_of_two,
+    null_arg,
     part_rows,
     placed,
     tensor_arg,
@@ -83,16 +87,31 @@ def _embed_problem(graph: Graph, op: Embed) -> Problem:
     return {"d": table.columns, "format": table.format}
 
 
-def _bind_rms_norm(graph: Graph, op: RmsNorm, knobs: Knobs) -> Binding:
-    place, width = placed(graph, op.x), graph.tensors[op.x].width
+def _bind_rms_norm(graph: Graph, op: Op, knobs: Knobs) -> Binding:
+    norms = body_of(op, RmsNorm)
+    norm = norms[0]
+    place, width = placed(graph, norm.x), graph.tensors[norm.x].width
+    outs = {graph.tensors[part.out].order: tensor_arg(graph, "out", part.out) for part in norms}
     args = (
-        tensor_arg(graph, "x", op.x),
-        weight_args(graph.weights[op.weight], ("weight", "", ""))[0],
-        tensor_arg(graph, "out", op.out),
+        tensor_arg(graph, "x", norm.x),
+        weight_args(graph.weights[norm.weight], ("weight", "", ""))[0],
+        outs.get(ColumnOrder.NATURAL, null_arg("out", "*bf16")),
+        replace(outs.get(ColumnOrder.LANES, null_arg("lanes", "*bf16")), parameter="lanes"),
         value_arg("x_stride", place.stride),
     )
-    constants = {"D": width, "EPS": op.eps, "SHIFT": int(op.shifted), "BLOCK_D": next_power_of_two(width)}
-    return Binding(args, constants, (rows_of(graph, op.out), 1, 1))
+    constants = {
+        "D": width,
+        "EPS": norm.eps,
+        "SHIFT": int(norm.shifted),
+        "NATURAL": ColumnOrder.NATURAL in outs,
+        "LANES": ColumnOrder.LANES in outs,
+        "BLOCK_D": next_power_of_two(width),
+    }
+    return Binding(args, constants, (rows_of(graph, norms[0].out), 1, 1))
+
+
+def _norm_problem(graph: Graph, op: Op) -> Problem:
+    return {"width": graph.tensors[body_of(op, RmsNorm)[0].x].width}
 
 
 def _bind_add(graph: Graph, op: Add, knobs: Knobs) -> Binding:
@@ -127,7 +146,7 @@ def width_of(field: str) -> Callable[[Graph, Op], Problem]:
 
 KERNELS: tuple[Kernel, ...] = (
     simple_kernel("embed", ("Embed",), _bind_embed, _embed_problem, {"BLOCK_D": 512}),
-    simple_kernel("rms_norm", ("RmsNorm",), _bind_rms_norm, width_of("x"), {}),
+    simple_kernel("rms_norm", ("RmsNorm", "RmsNormTwice"), _bind_rms_norm, _norm_problem, {}),
     simple_kernel("add", ("Add",), _bind_add, width_of("out"), {"BLOCK": 1024}),
     simple_kernel("last_row", ("LastRow",), _bind_last_row, width_of("x"), {"BLOCK": 1024}),
 )

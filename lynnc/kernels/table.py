@@ -16,6 +16,7 @@ from lynnc.kernels import (
     linear,
     mlp,
     moe,
+    parts,
     simple,
 )
 from lynnc.kernels.kernel import Family, Kernel
@@ -33,6 +34,7 @@ KERNELS: tuple[Kernel, ...] = (
     *moe.KERNELS,
     *experts.KERNELS,
     *grouped.KERNELS,
+    *parts.KERNELS,
     *mlp.KERNELS,
 )
 

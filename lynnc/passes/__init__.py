@@ -25,9 +25,11 @@ from lynnc.passes.fuse_output_gate import fuse_output_gate
 from lynnc.passes.fuse_projections import fuse_projections
 from lynnc.passes.fuse_residual import fuse_residual
 from lynnc.passes.group_experts import group_experts
+from lynnc.passes.order_columns import order_columns
 from lynnc.passes.quantise_activations import quantise_activations
 from lynnc.passes.split_argmax import split_argmax
 from lynnc.passes.split_attention import split_attention
+from lynnc.passes.split_columns import split_columns
 from lynnc.programs import is_prefill
 from lynnc.verify import verify
 
@@ -64,9 +66,11 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(fuse_experts_down, in_prefill=False),
     Pass(group_experts, in_prefill=True),
     Pass(fuse_gate_up, in_prefill=False),
+    Pass(split_columns, in_prefill=True),
     Pass(fuse_residual, in_prefill=True),
     Pass(fuse_norm, in_prefill=False),
     Pass(quantise_activations, in_prefill=True),
+    Pass(order_columns, in_prefill=True),
 )
 
 
