@@ -7,7 +7,7 @@ Before::
 After::
 
     x, x_lanes = RmsNormTwice(h) { x = RmsNorm(h); x_lanes = RmsNorm(h) }
-    logits = Linear(x, router); a = GroupedUp(x_lanes, ...); y = GroupedDown(a, ...)      # x_lanes, a in the order of lanes
+    logits = Linear(x, router); a = GroupedUp(x_lanes, ...); y = GroupedDown(a, ...)   # x_lanes and a so ordered
 
 Why: a lane's words hold other columns than its operands of a matrix instruction. With x in the words' order (see
 ``lynnc.columnorder``) the weight goes from words to operands inside a lane; otherwise it changes lanes through shared

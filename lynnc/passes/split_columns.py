@@ -9,9 +9,9 @@ After::
     p = PartialLinear(x, parts=4)
     h2, y = SumPartsNorm(p, h) { m = SumParts(p); h2 = Add(h, m); y = RmsNorm(h2) }
 
-Why: with few rows a projection has a program for each ``TILE`` rows of its weight, too few to fill a GPU where the weight
-is narrow, and each goes through all columns. The parts are summed in order by the launch that norms the result, which
-there is anyway.
+Why: with few rows a projection has a program for each ``TILE`` rows of its weight, too few to fill a GPU where the
+weight is narrow, and each goes through all columns. The parts are summed in order by the launch that norms the result,
+which is there anyway.
 """
 
 from __future__ import annotations
