@@ -195,6 +195,11 @@ def _fits_lanes(problem: Problem, knobs: Knobs, target: Target) -> str | None:
     return "columns in the order of lanes need SWAP"
 
 
+def _halves_fit_lanes(problem: Problem, knobs: Knobs, target: Target) -> str | None:
+    """A program multiplies with BLOCK_N rows of gate and as many of up at once."""
+    return _fits_lanes(problem, {**knobs, "BLOCK_N": 2 * knobs["BLOCK_N"]}, target)
+
+
 def _has_two_halves(problem: Problem, knobs: Knobs, target: Target) -> str | None:
     return None if int(problem["n"]) % 2 == 0 else f"the weight has {problem['n']} rows, not gate and up of one size"
 
@@ -238,7 +243,7 @@ GROUPED_UP = Kernel(
     default=_up_default,
     problem=_tiles_problem,
     bind=_bind_up,
-    constraints=(_has_two_halves, _fits_lanes),
+    constraints=(_has_two_halves, _halves_fit_lanes),
 )
 GROUPED_DOWN = Kernel(
     name="grouped_down",

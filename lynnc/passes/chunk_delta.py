@@ -18,10 +18,13 @@ from __future__ import annotations
 
 from lynnc.ir import DeltaGates, DType, GatedDelta, Graph, T, Tensor
 from lynnc.passes.patterns import Group, Uses, fuse, ops_of, replace_ops
+from lynnc.programs import expected_rows
 from lynnc.promptops import DeltaChunk, DeltaScan
 
 CHUNK = 64
 """Rows: the lines of one tensor core product; twice as many would double the work on squares."""
+SHORT_CHUNK = 16
+"""Of programs for as few rows: the fewest that a product takes."""
 
 LEAST_DECAY = -30.0
 """Log decays below count as this: exp(-30) of a state is nothing beside a new row, and sums of g keep their digits."""
@@ -36,17 +39,18 @@ def chunk_delta(graph: Graph) -> Graph:
     for delta in ops_of(graph, GatedDelta):
         gates = uses.writer(delta.beta, DeltaGates)
         if gates and uses.only_reader(delta.beta, GatedDelta) and uses.only_reader(delta.g, GatedDelta):
-            scratch = _scratch(delta)
-            chunk, scan = _ops(delta, scratch)
+            rows = SHORT_CHUNK if expected_rows(graph.program) <= SHORT_CHUNK else CHUNK
+            scratch = _scratch(delta, rows)
+            chunk, scan = _ops(delta, scratch, rows)
             tensors.extend(scratch)
             replacements[delta.name] = (chunk, scan)
             groups.append(Group("DeltaPrepare", (gates, chunk), chunk))
     return fuse(replace_ops(graph, replacements, tensors), groups)
 
 
-def _scratch(delta: GatedDelta) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _scratch(delta: GatedDelta, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     prefix = delta.name
-    square = (T, delta.value_heads, CHUNK)
+    square = (T, delta.value_heads, rows)
     return (
         Tensor(f"{prefix}_inverse", DType.BF16, square),
         Tensor(f"{prefix}_inverse_rest", DType.BF16, square),
@@ -55,7 +59,7 @@ def _scratch(delta: GatedDelta) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     )
 
 
-def _ops(delta: GatedDelta, scratch: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[DeltaChunk, DeltaScan]:
+def _ops(delta: GatedDelta, scratch: tuple[Tensor, Tensor, Tensor, Tensor], rows: int) -> tuple[DeltaChunk, DeltaScan]:
     inverse, inverse_rest, scores, scales = (tensor.name for tensor in scratch)
     chunk = DeltaChunk(
         name=f"{delta.name}_chunk",
@@ -72,7 +76,7 @@ def _ops(delta: GatedDelta, scratch: tuple[Tensor, Tensor, Tensor, Tensor]) -> t
         value_heads=delta.value_heads,
         key_dim=delta.key_dim,
         value_dim=delta.value_dim,
-        chunk=CHUNK,
+        chunk=rows,
         least_decay=LEAST_DECAY,
     )
     scan = DeltaScan(
@@ -90,6 +94,6 @@ def _ops(delta: GatedDelta, scratch: tuple[Tensor, Tensor, Tensor, Tensor]) -> t
         value_heads=delta.value_heads,
         key_dim=delta.key_dim,
         value_dim=delta.value_dim,
-        chunk=CHUNK,
+        chunk=rows,
     )
     return chunk, scan
