@@ -252,7 +252,7 @@ CAUSAL_CONV = Kernel(
             "num_stages": ONE_STAGE,
         }
     ),
-    default=lambda problem, target: {"BLOCK_ROWS": 8, "BLOCK_C": 512, "num_warps": 4, "num_stages": 1},
+    default=lambda problem, target: {"BLOCK_ROWS": 4, "BLOCK_C": 256, "num_warps": 4, "num_stages": 1},
     problem=_conv_problem,
     bind=_bind_conv,
     constraints=(_ring_holds_inputs,),
