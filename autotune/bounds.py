@@ -28,12 +28,22 @@ def lower_bound(task: Task, knobs: Knobs, device: Device, context: int) -> float
     Only weights count as moved bytes, since activations and states may lie in the L2 cache; the launch itself is free.
     """
     programs = programs_of(task, task.kernel.bind(task.graph, task.op, knobs), context)
-    rows, seen = task.rows, max(context, task.rows)
-    bytes_moved = evaluate_formula(task.cost.weight_bytes, rows, seen)
-    flops = evaluate_formula(task.cost.flops, rows, seen)
     busy = programs / device.sm_count
-    memory = bytes_moved / device.bandwidth_bytes_per_s / min(1.0, FAIR_SHARES * busy)
-    return max(memory, flops / device.flops_per_s / min(1.0, busy))
+    memory, compute = _least_seconds(task, device, context)
+    return max(memory / min(1.0, FAIR_SHARES * busy), compute / min(1.0, busy))
+
+
+def least_bound(task: Task, device: Device, context: int) -> float:
+    """Seconds that no knobs at all can beat."""
+    return max(_least_seconds(task, device, context))
+
+
+def _least_seconds(task: Task, device: Device, context: int) -> tuple[float, float]:
+    """Reading the weights, and the arithmetic."""
+    seen = max(context, task.rows)
+    bytes_read = evaluate_formula(task.cost.weight_bytes, task.rows, seen)
+    flops = evaluate_formula(task.cost.flops, task.rows, seen)
+    return bytes_read / device.bandwidth_bytes_per_s, flops / device.flops_per_s
 
 
 def identity(task: Task, knobs: Knobs) -> str:

@@ -25,6 +25,8 @@ SIGMAS = 2.0
 """Standard errors by which a time must be less to count as less."""
 FLOOR = 0.01
 """Part of a time below which no difference counts: clocks and neighbours move it by as much between two processes."""
+STEP_FLOOR = 0.003
+"""The same for whole steps, which are measured in turns in one process."""
 
 
 def noise_of(outcome: Outcome) -> float:
@@ -34,24 +36,24 @@ def noise_of(outcome: Outcome) -> float:
     return MEDIAN_FACTOR * deviation / math.sqrt(runs)
 
 
-def difference_that_counts(one: Outcome, other: Outcome) -> float:
+def difference_that_counts(one: Outcome, other: Outcome, floor: float = FLOOR) -> float:
     """Seconds by which two times must differ."""
     together = SIGMAS * math.hypot(noise_of(one), noise_of(other))
-    return max(together, FLOOR * min(one.seconds, other.seconds))
+    return max(together, floor * min(one.seconds, other.seconds))
 
 
-def is_faster(challenger: Outcome, holder: Outcome) -> bool:
+def is_faster(challenger: Outcome, holder: Outcome, floor: float = FLOOR) -> bool:
     """Whether the challenger takes less time than the holder beyond the noise."""
     if not (challenger.is_timed and holder.is_timed):
         return challenger.is_timed
-    return holder.seconds - challenger.seconds > difference_that_counts(challenger, holder)
+    return holder.seconds - challenger.seconds > difference_that_counts(challenger, holder, floor)
 
 
-def winner(outcomes: Sequence[Outcome]) -> int:
+def winner(outcomes: Sequence[Outcome], floor: float = FLOOR) -> int:
     """Index of the first whose time no other beats beyond the noise; ties go to those that stand in front."""
     timed = [index for index, outcome in enumerate(outcomes) if outcome.is_timed]
     best = min(timed, key=lambda index: outcomes[index].seconds, default=0)
-    return next((index for index in timed if not is_faster(outcomes[best], outcomes[index])), best)
+    return next((index for index in timed if not is_faster(outcomes[best], outcomes[index], floor)), best)
 
 
 def joined(rounds: Sequence[Outcome]) -> Outcome:

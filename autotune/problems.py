@@ -33,6 +33,10 @@ DECODE_WEIGHT = 0.5
 """Part of the effort for decode where prompts are tuned too; the programs for prompts share the rest."""
 
 
+Key = tuple[str, tuple[tuple[str, str], ...]]
+"""Kernel and problem, as a record knows them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What to tune for: a device, programs, kernels (all if empty), and the context behind which decode stands."""
@@ -70,7 +74,7 @@ class Task:
         return f"{self.kernel.name} [{facts}]"
 
     @property
-    def key(self) -> tuple[str, tuple[tuple[str, str], ...]]:
+    def key(self) -> Key:
         """Kernel and problem, as a record knows them."""
         return key_of(self.kernel, self.problem)
 
@@ -89,7 +93,7 @@ class Task:
         return dict(self.kernel.default(self.problem, device.target))
 
 
-def key_of(kernel: Kernel, problem: Problem) -> tuple[str, tuple[tuple[str, str], ...]]:
+def key_of(kernel: Kernel, problem: Problem) -> Key:
     """Kernel and problem as a record knows them."""
     return kernel.name, tuple(sorted((name, str(value)) for name, value in problem.items()))
 
@@ -112,7 +116,7 @@ def tasks_of(spec: ModelSpec, wanted: Wanted) -> tuple[Task, ...]:
     request = Request(wanted.device.target, wanted.device, Options(without=wanted.without))
     without = settle(spec, request)[0].options.without
     programs = measured_programs(wanted.programs)
-    found: dict[object, Task] = {}
+    found: dict[Key, Task] = {}
     for program in programs:
         for task in _tasks_of_program(fused_graph(spec, program, without), wanted):
             known = found.setdefault(task.key, task)
@@ -126,7 +130,7 @@ def tasks_of(spec: ModelSpec, wanted: Wanted) -> tuple[Task, ...]:
 
 def _tasks_of_program(graph: Graph, wanted: Wanted) -> Iterable[Task]:
     formulas, rows = costs(graph), rows_of(graph.program)
-    groups: dict[object, list[tuple[Kernel, Problem, Op]]] = {}
+    groups: dict[Key, list[tuple[Kernel, Problem, Op]]] = {}
     for op in graph.ops:
         kernel = kernel_for(graph, op)
         problem = kernel.problem(graph, op)

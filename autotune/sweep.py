@@ -69,8 +69,8 @@ class Finding:
 
     @property
     def gain(self) -> float:
-        """How many times as fast as the default the chosen knobs are; 1 where the default stays."""
-        return self.default.seconds / self.best.seconds if self.is_raced and not self.is_default else 1.0
+        """The part of the default's time that the chosen knobs save; 0 where the default stays."""
+        return 1 - self.best.seconds / self.default.seconds if self.is_raced and not self.is_default else 0.0
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -94,8 +94,8 @@ class StepFinding:
 
     @property
     def gain(self) -> float:
-        """How many times as fast the tuned step is."""
-        return self.default.seconds / self.tuned.seconds if self.default.is_timed and self.tuned.is_timed else 1.0
+        """The part of the default step's time that is saved."""
+        return 1 - self.tuned.seconds / self.default.seconds if self.default.is_timed and self.tuned.is_timed else 0.0
 
 
 @dataclass(frozen=True, slots=True)
