@@ -2,7 +2,7 @@
 
 In: a task, its study, a bench, an allowance. Out: nothing but what stands in the study afterwards. The default and the
 best known record come first and always get every repeat. A small space is tried whole; in a larger one the sampler
-chooses. Of each round of repeats the better half goes on to the next.
+and the neighbours of the best so far take turns. Of each round of repeats the better half goes on to the next.
 
 Example::
 
@@ -17,7 +17,7 @@ import itertools
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -43,7 +43,7 @@ RANDOM_DRAWS = 400
 """Random combinations that are looked at for a legal one that is new, before the space counts as used up."""
 AHEAD = 12
 """Candidates that compile while one is measured."""
-PATIENCE = 10
+PATIENCE = 6
 """Timed candidates for each knob without a gain that counts, after which more are not expected to bring one."""
 LOOK_SECONDS = 3.0
 """Between looks at what other workers did."""
@@ -71,6 +71,8 @@ class Search:
         self._window: deque[Ticket] = deque()
         self._identities: set[str] = set()  # of kernels that were tried or are in some worker's hands
         self._best: Outcome | None = None
+        self._best_knobs: Knobs = {}
+        self._is_neighbours_turn = False
         self._whole_space = self._kernels_of_small_space()
         self._is_used_up = False
         self._looked = 0.0
@@ -108,7 +110,9 @@ class Search:
         if best is None or self._whole_space or any(ticket.is_guarded for ticket in self._window):
             return False
         bound = least_bound(self.task, self._setting.device, self._setting.context)
-        return best.seconds - bound <= difference_that_counts(best, best) or self._is_without_gain()
+        if best.seconds - bound <= difference_that_counts(best, best):
+            return True
+        return self._is_without_gain() and self._new_neighbour() is None
 
     def _is_without_gain(self) -> bool:
         """Whether the best of all is no better, beyond the noise, than the best before the last candidates."""
@@ -152,13 +156,13 @@ class Search:
             if tried.outcome.status is not Status.REFUSED:
                 self._identities.add(identity(self.task, tried.knobs))
             if tried.is_whole:
-                self._take(tried.outcome)
+                self._take(tried.outcome, tried.knobs)
         self._identities.update(identity(self.task, knobs) for knobs in self.study.running())
 
-    def _take(self, outcome: Outcome) -> None:
+    def _take(self, outcome: Outcome, knobs: Knobs) -> None:
         """Remembers the best time of every repeat."""
         if outcome.is_timed and (self._best is None or outcome.seconds < self._best.seconds):
-            self._best = outcome
+            self._best, self._best_knobs = outcome, knobs
 
     def _fill(self) -> None:
         """Draws until enough candidates are in hand, and has them compiled."""
@@ -178,6 +182,7 @@ class Search:
         for _ in range(MOST_DRAWS):
             if self._whole_space and not self.study.has_offers():
                 return None
+            self._offer_neighbour()
             ticket = self._accept(self.study.draw())
             if ticket is not None:
                 return ticket
@@ -186,6 +191,22 @@ class Search:
             return None
         self.study.offer(knobs, "random")
         return self._accept(self.study.draw())
+
+    def _offer_neighbour(self) -> None:
+        """Every other time, something next to the best so far."""
+        self._is_neighbours_turn = not self._is_neighbours_turn
+        knobs = self._new_neighbour() if self._is_neighbours_turn and not self._whole_space else None
+        if knobs is not None:
+            self.study.offer(knobs, "neighbour")
+
+    def _new_neighbour(self) -> Knobs | None:
+        """A legal candidate that is new and differs from the best in one knob by one value."""
+        moves = []
+        for name, value in self._best_knobs.items():
+            values = self.task.kernel.space[name].values
+            near = (values.index(value) - 1, values.index(value) + 1)
+            moves += [{**self._best_knobs, name: values[index]} for index in near if 0 <= index < len(values)]
+        return self._first_new(self._random.sample(moves, len(moves)))
 
     def _accept(self, ticket: Ticket) -> Ticket | None:
         why = self._refusal(ticket.knobs) or self._hopeless(ticket)
@@ -210,8 +231,12 @@ class Search:
 
     def _random_new(self) -> Knobs | None:
         space = self.task.kernel.space
-        for _ in range(RANDOM_DRAWS):
-            knobs = {name: self._random.choice(knob.values) for name, knob in space.items()}
+        return self._first_new(
+            {name: self._random.choice(knob.values) for name, knob in space.items()} for _ in range(RANDOM_DRAWS)
+        )
+
+    def _first_new(self, proposals: Iterable[Knobs]) -> Knobs | None:
+        for knobs in proposals:
             if self._refusal(knobs) is None and identity(self.task, knobs) not in self._identities:
                 return knobs
         return None
@@ -227,7 +252,7 @@ class Search:
             if not self.study.report(ticket, outcome, 1 << step) and not is_last:
                 self.study.finish(ticket, outcome, is_whole=False)
                 return outcome
-        self._take(outcome)
+        self._take(outcome, ticket.knobs)
         self.study.finish(ticket, outcome)
         return outcome
 
