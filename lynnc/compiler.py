@@ -68,13 +68,14 @@ class Request:
 class Compiled:
     """A plan, the bytes of its files by relative path, and the graphs it was made from by program.
 
-    ``note`` says why a precision that the model declares is not used, or is empty.
+    ``note`` says why a precision that the model declares is not used, or is empty; ``records`` are those that counted.
     """
 
     plan: Plan
     files: Mapping[str, bytes]
     graphs: Mapping[str, Graph]
     note: str = ""
+    records: Records = field(default_factory=Records)
 
 
 def fused_graph(spec: ModelSpec, program: str, without: tuple[str, ...] = ()) -> Graph:
@@ -134,7 +135,8 @@ def compile_model(
         kernels[key] = replace(call.entry, artifact=_public_facts(artifacts[key]))
         files.update(_kernel_files(call, artifacts[key], request.with_ptx))
     plan = assemble_plan(spec, request, lowered, kernels, files)
-    return Compiled(plan, files, {name: graph for name, (graph, _) in lowered.items()}, note)
+    graphs = {name: graph for name, (graph, _) in lowered.items()}
+    return Compiled(plan, files, graphs, note, request.known_records)
 
 
 def plan_name(spec: ModelSpec, request: Request) -> str:

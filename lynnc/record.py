@@ -1,6 +1,6 @@
 """Measured choices: which knobs were fastest for a kernel and a problem on a GPU.
 
-In: the text of a records file. Out: frozen ``Record`` values, and the same text from them: one file for one device, keys
+In: the text of a file of records. Out: frozen ``Record`` values, and the same text from them: a file for a device, keys
 and records sorted, one record a line. Whatever is no record of this schema is left out, as a damaged cache entry is;
 what the fields mean is in ``docs/tune-records.md``.
 

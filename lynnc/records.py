@@ -22,6 +22,7 @@ from lynnc.record import Record, RecordOrigin
 from lynnc.render import template_digest
 from lynnc.target import Target
 
+NEAREST = "nearest "
 FARTHEST = 1.5
 """Distance up to which a record of another problem or device may serve; see ``distance``."""
 
@@ -34,6 +35,12 @@ class Known:
     is_user: bool = False
     file: str = ""
 
+    @property
+    def text(self) -> str:
+        """Where it comes from, in words."""
+        users, simulated = "user " * self.is_user, "simulated " * self.record.is_simulated
+        return f"{users}{simulated}record {self.record.device.name}"
+
 
 @dataclass(frozen=True)
 class Records:
@@ -41,6 +48,11 @@ class Records:
 
     device: Identity | None = None
     known: tuple[Known, ...] = ()
+
+    def known_as(self, origin: str) -> Known | None:
+        """One of the records that choices of this origin, as ``Match.text`` says it, were made by; None if by none."""
+        words = origin.removeprefix(NEAREST)
+        return next((known for known in self.known if known.text == words), None)
 
     @cached_property
     def by_kernel(self) -> Mapping[str, tuple[Known, ...]]:
@@ -67,13 +79,7 @@ class Match:
     @property
     def text(self) -> str:
         """Where the knobs come from, as plans and tables say it."""
-        words = (
-            "" if self.is_exact else "nearest",
-            "user" if self.known.is_user else "",
-            "simulated" if self.record.is_simulated else "",
-            f"record {self.record.device.name}",
-        )
-        return " ".join(filter(None, words))
+        return self.known.text if self.is_exact else NEAREST + self.known.text
 
     @property
     def rank(self) -> tuple[object, ...]:
