@@ -132,7 +132,7 @@ def compile_model(
     files: dict[str, bytes] = {}
     kernels = {}
     for key, call in sorted(calls.items()):
-        kernels[key] = replace(call.entry, artifact=_public_facts(artifacts[key]))
+        kernels[key] = replace(call.entry, artifact=public_facts(artifacts[key]))
         files.update(_kernel_files(call, artifacts[key], request.with_ptx))
     plan = assemble_plan(spec, request, lowered, kernels, files)
     graphs = {name: graph for name, (graph, _) in lowered.items()}
@@ -144,7 +144,8 @@ def plan_name(spec: ModelSpec, request: Request) -> str:
     return f"{spec.name}.{request.device.name if request.device else request.target.name}"
 
 
-def _public_facts(artifact: Artifact) -> Mapping[str, object]:
+def public_facts(artifact: Artifact) -> Mapping[str, object]:
+    """What a plan says of a kernel's machine code."""
     return {name: value for name, value in artifact.to_json().items() if name not in ("key", "schema")}
 
 
