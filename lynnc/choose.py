@@ -1,8 +1,8 @@
 """Picks a kernel and its knobs for every launch.
 
-In: a fused graph, a target and the records of a device. Out: a ``KernelChoice`` for each op. A record measured for
-exactly this problem wins if its knobs are legal; else the kernel's default. Rows of the step never enter: a row's bits
-must be the same in every decode program.
+In: a fused graph, a target and the records of a device. Out: a ``KernelChoice`` for each op: the record that serves its
+problem (``lynnc.records``), else the kernel's default. Rows of the step never enter: a row's bits must be the same in
+every decode program.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from lynnc.errors import OptionError
 from lynnc.ir import Graph, Op
 from lynnc.kernels.kernel import Kernel, Knobs, Problem
 from lynnc.kernels.table import kernel_for
-from lynnc.records import Records
+from lynnc.records import Records, best_record
 from lynnc.target import Target
 
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """A kernel with its knobs for one problem; ``origin`` says where the knobs come from (default, record, option)."""
+    """A kernel with its knobs for one problem; ``origin`` says where the knobs come from: ``default``, ``option``, or a
+    record, in the words of ``lynnc.records.Match.text``."""
 
     kernel: Kernel
     problem: Problem
@@ -43,9 +44,9 @@ def choose(graph: Graph, op: Op, target: Target, records: Records, overrides: Ov
     kernel = kernel_for(graph, op)
     problem = kernel.problem(graph, op)
     knobs, origin = kernel.default(problem, target), "default"
-    recorded = records.find(kernel.name, problem)
-    if recorded is not None and kernel.refusal(problem, recorded, target) is None:
-        knobs, origin = recorded, f"record {records.device}"
+    match = best_record(records, kernel, problem, target)
+    if match is not None:
+        knobs, origin = match.record.knobs, match.text
     if kernel.name in overrides:
         knobs, origin = {**knobs, **overrides[kernel.name]}, "option"
     refusal = kernel.refusal(problem, knobs, target)

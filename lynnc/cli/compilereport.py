@@ -5,12 +5,13 @@ from __future__ import annotations
 import click
 
 from lynnc.cli.output import number, print_table, size, text
-from lynnc.summary import KernelRow, PrecisionRow, ProgramRow, Summary
+from lynnc.summary import KernelRow, KnobRow, PrecisionRow, ProgramRow, Summary
 
 
 def print_summary(summary: Summary) -> None:
-    """Kernels, programs, precision and sizes."""
+    """Kernels, where their knobs come from, programs, precision and sizes."""
     _print_kernels(summary)
+    _print_knobs(summary.knobs, [program.name for program in summary.programs])
     _print_programs(summary.programs)
     _print_precision(summary.precision)
     state = summary.state
@@ -54,6 +55,12 @@ def _kernel_cells(row: KernelRow, programs: list[str]) -> list[str]:
         size(row.bytes_per_launch),
         row.origin,
     ]
+
+
+def _print_knobs(rows: tuple[KnobRow, ...], names: list[str]) -> None:
+    columns = [text("knobs from"), *map(number, names), text("file")]
+    cells = [[row.origin, *(str(row.launches.get(name, "")) for name in names), row.file] for row in rows]
+    print_table("Launches by origin of knobs", columns, cells)
 
 
 def _print_programs(programs: tuple[ProgramRow, ...]) -> None:

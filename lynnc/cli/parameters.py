@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import click
 
 from lynnc.cli.output import note
+from lynnc.deviceidentity import Identity, device_of_identity, identify, identity_of
 from lynnc.errors import OptionError, TargetError
 from lynnc.kernels.kernel import Kernel
 from lynnc.kernels.table import KERNELS
@@ -33,14 +34,16 @@ Completer = Callable[[click.Context, click.Parameter, str], list[str]]
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """What code is made for: a target, and the device whose records and figures count if one was named."""
+    """What code is made for: a target, the device whose figures count if one was named or is here, and the GPU whose
+    records do."""
 
     target: Target
-    device: Device | None
+    device: Device | None = None
+    identity: Identity | None = None
 
     @property
     def measure(self) -> Device:
-        """The device whose bandwidth estimates use: the one that was named, or the target's usual one."""
+        """The device whose bandwidth estimates use: the one that was named or is here, or the target's usual one."""
         return self.device or default_device(self.target)
 
 
@@ -53,15 +56,18 @@ def choose_destination(target: str | None, device: str | None) -> Destination:
                 f"--target {target} and --device {device} disagree: {chosen.name} is {chosen.target.name}, "
                 "so leave one of them out."
             )
-        return Destination(chosen.target, chosen)
+        return Destination(chosen.target, chosen, identity_of(chosen))
     if target is not None:
-        return Destination(find_target(target), None)
+        return Destination(find_target(target))
     gpu = detect_gpu()
     if gpu is None:
         raise TargetError("No GPU was found here: say what to compile for with --target sm_NN or --device NAME.")
     found = find_target(str(gpu.capability))
-    note(f"for {found.name}, the architecture of this machine's {gpu.name}.")
-    return Destination(found, None)
+    identity = identify(gpu.name, gpu.capability, gpu.sm_count, gpu.l2_bytes)
+    here = device_of_identity(identity)
+    known_as = f" (device {here.name})" if here else ""
+    note(f"for {found.name}, the architecture of this machine's {gpu.name}{known_as}.")
+    return Destination(found, here, identity)
 
 
 def device_of_plan(plan: Plan, name: str, target: str | None, device: str | None) -> Device:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from lynnc.ir import Add, DType, Format, Graph, Linear, Op
+from lynnc.kernels.constraints import shared_memory_refusal, sums_refusal
 from lynnc.kernels.kernel import (
     FORMAT_CODE,
     Binding,
@@ -84,9 +85,11 @@ def _fits_shared_memory(problem: Problem, knobs: Knobs, target: Target) -> str |
     m, n, k = knobs["BLOCK_M"], knobs["BLOCK_N"], knobs["BLOCK_K"]
     stages = int(knobs["num_stages"] * k * (2 * m + BYTES[str(problem["formats"])] * n))
     needed = max(stages, 4 * m * n)
-    if needed > target.shared_memory_limit:
-        return f"tiles of {needed:,} bytes exceed the {target.shared_memory_limit:,} of shared memory"
-    return None
+    return shared_memory_refusal("tiles", needed, target)
+
+
+def _sums_fit_registers(problem: Problem, knobs: Knobs, target: Target) -> str | None:
+    return sums_refusal(knobs["BLOCK_M"], knobs["BLOCK_N"], knobs, target)
 
 
 def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
@@ -138,7 +141,7 @@ GEMM = Kernel(
     default=_default,
     problem=_problem,
     bind=_bind,
-    constraints=(_fits_shared_memory,),
+    constraints=(_fits_shared_memory, _sums_fit_registers),
 )
 
 KERNELS = (GEMM,)

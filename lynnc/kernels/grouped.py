@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from lynnc.ir import Add, Combine, Dim, Graph, Linear, Op, SharedAdd, SiluMul, Tensor, Weight, primitive_ops
+from lynnc.kernels.constraints import shared_memory_refusal, sums_refusal
 from lynnc.kernels.kernel import (
     DATA_POINTER,
     Arg,
@@ -191,6 +192,16 @@ def _is_direct(problem: Problem, knobs: Knobs, target: Target) -> str | None:
     return f"DIRECT needs SWAP and a multiple of {16 * knobs['num_warps']} rows"
 
 
+def _fits_shared_memory(problem: Problem, knobs: Knobs, target: Target) -> str | None:
+    """The rows of a tile for every stage in flight; weights may pass from memory to registers."""
+    columns = min(knobs["BLOCK_K"], max(64, next_power_of_two(int(problem["k"]))))
+    return shared_memory_refusal("tiles", 2 * knobs["num_stages"] * int(problem["tile"]) * columns, target)
+
+
+def _sums_fit_registers(problem: Problem, knobs: Knobs, target: Target) -> str | None:
+    return sums_refusal(int(problem["tile"]), knobs["BLOCK_N"], knobs, target)
+
+
 def _has_two_halves(problem: Problem, knobs: Knobs, target: Target) -> str | None:
     return None if int(problem["n"]) % 2 == 0 else f"the weight has {problem['n']} rows, not gate and up of one size"
 
@@ -234,7 +245,7 @@ GROUPED_UP = Kernel(
     default=_up_default,
     problem=_tiles_problem,
     bind=_bind_up,
-    constraints=(_has_two_halves, _is_direct),
+    constraints=(_has_two_halves, _is_direct, _fits_shared_memory, _sums_fit_registers),
 )
 GROUPED_DOWN = Kernel(
     name="grouped_down",
@@ -244,7 +255,7 @@ GROUPED_DOWN = Kernel(
     default=_down_default,
     problem=_tiles_problem,
     bind=_bind_down,
-    constraints=(_is_direct,),
+    constraints=(_is_direct, _fits_shared_memory, _sums_fit_registers),
 )
 COMBINE_ADD = Kernel(
     name="combine_add",

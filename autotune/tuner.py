@@ -1,0 +1,137 @@
+"""A whole run: every task searched within the budget, raced, confirmed in whole steps, and summed up.
+
+In: tasks, a run's studies, a bench, a budget. Out: a ``Sweep``. The search may be shared by any number of workers on
+any number of hosts; racing and confirming is one worker's work, at the end.
+
+Example::
+
+    tuner = Tuner(tasks, Run(storage, "h200", Worker.here()), bench, Setting(device))
+    tuner.search(budget, records)
+    sweep = tuner.conclude(budget, about)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lynnc.artifact import digest
+from lynnc.autotune.bounds import least_bound
+from lynnc.autotune.budget import Budget
+from lynnc.autotune.confirm import Confirmation, confirm
+from lynnc.autotune.problems import Task
+from lynnc.autotune.race import Race, run_race
+from lynnc.autotune.search import Say, Search, Setting
+from lynnc.autotune.studies import KnobStudy, Run
+from lynnc.autotune.sweep import Finding, Sweep
+from lynnc.autotune.trial import Bench, Outcome, Status
+from lynnc.deviceidentity import Identity
+from lynnc.records import Records, best_record
+from lynnc.render import template_digest
+from lynnc.tools import find_tools
+
+NOT_REACHED = Outcome(Status.REFUSED, reason="the budget did not reach it")
+RACING = 0.5
+"""Part of the time after the search for races; the rest is for whole steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a sweep says of itself: the model, the device, whether it was simulated, and what was asked for."""
+
+    model: str
+    device: Identity
+    is_simulated: bool = False
+    settings: Mapping[str, str | int] = field(default_factory=dict)
+
+
+class Tuner:
+    """Tasks with their studies, on one bench."""
+
+    def __init__(self, tasks: Sequence[Task], run: Run, bench: Bench, setting: Setting, identity: Identity) -> None:
+        self.tasks = tuple(tasks)
+        self._run, self._bench, self._setting = run, bench, setting
+        self._studies = {task.key: run.study(task, study_digest(task, identity)) for task in self.tasks}
+        self.budget_spent = 0
+
+    def study(self, task: Task) -> KnobStudy:
+        """The study of a task."""
+        return self._studies[task.key]
+
+    def search(self, budget: Budget, records: Records, say: Say | None = None) -> None:
+        """Each task for its share of what is left, so that what one does not need goes to those behind it."""
+        left = sum(task.share for task in self.tasks)
+        target = self._setting.device.target
+        for task in self.tasks:
+            allowance = budget.part(min(1.0, task.share / left) if left > 0 else 1.0)
+            left -= task.share
+            if not allowance.is_left():
+                return
+            search = Search(task, self.study(task), self._bench, self._setting)
+            match = best_record(records, task.kernel, task.problem, target)
+            search.offer_known([match.record.knobs] if match else [])
+            search.run(allowance, budget, say)
+
+    def conclude(self, budget: Budget, about: About, seconds: float) -> Sweep:
+        """Races what was tried, confirms the winners, and sums up."""
+        races: list[Race] = []
+        end = 0.0 if math.isinf(budget.seconds_left) else (1 - RACING) * budget.seconds_left
+        for task in self.tasks:
+            study = self.study(task)
+            if any(tried.outcome.is_timed for tried in study.tried()) and (budget.seconds_left > end or not races):
+                races.append(run_race(task, study, self._bench, self._setting.device))
+        confirmation = confirm(races, self._bench, lambda: budget.seconds_left > 0)
+        by_key = {race.task.key: race for race in races}
+        return Sweep(
+            run=self._run.name,
+            model=about.model,
+            device=about.device.name,
+            is_simulated=about.is_simulated,
+            seconds=seconds,
+            settings=dict(about.settings),
+            findings=tuple(self._finding(task, by_key.get(task.key), confirmation) for task in self.tasks),
+            steps=confirmation.steps,
+        )
+
+    def _finding(self, task: Task, race: Race | None, confirmation: Confirmation) -> Finding:
+        study, default = self.study(task), task.default(self._setting.device)
+        chosen = confirmation.chosen[task.key] if race else None
+        return Finding(
+            kernel=task.kernel.name,
+            program=task.program,
+            programs=task.programs,
+            problem=_plain(task.problem),
+            launches=task.launches,
+            share=task.share,
+            bound_seconds=least_bound(task, self._setting.device, self._setting.context),
+            default_knobs=default,
+            knobs=chosen.knobs if chosen else default,
+            default=race.default.outcome if race else NOT_REACHED,
+            best=chosen.outcome if chosen else NOT_REACHED,
+            verdict=confirmation.verdicts[task.key] if race else NOT_REACHED.reason,
+            tried=study.tried(),
+            importances=study.importances(),
+        )
+
+
+def study_digest(task: Task, identity: Identity) -> str:
+    """Stands for all that makes earlier times of a task invalid: device, template, compiler, and the problem itself."""
+    tools = find_tools()
+    ptxas = tools.ptxas_for(int("".join(filter(str.isdigit, identity.arch))))
+    facts = {
+        "problem": _plain(task.problem),
+        "kernel": task.kernel.name,
+        "program": task.program,
+        "template": template_digest(task.kernel.template),
+        "device": repr(identity),
+        "triton": tools.triton_version,
+        "ptxas": ptxas.version if ptxas else None,
+    }
+    return digest(json.dumps(facts, sort_keys=True).encode())
+
+
+def _plain(problem: Mapping[str, int | str]) -> dict[str, int | str]:
+    """A problem without the enumerations of formats."""
+    return {name: value if isinstance(value, int) else str(value) for name, value in problem.items()}
