@@ -114,7 +114,7 @@ def summarize(compiled: Compiled, context: int) -> Summary:
         context=context,
         weight_bytes=sum(array.bytes for weight in plan.weights.values() for array in weight.arrays),
         state=state_size(plan),
-        precision=tuple(_precision_rows(plan)),
+        precision=tuple(precision_rows(plan)),
         programs=tuple(_program_row(plan, program) for program in plan.programs.values()),
         kernels=tuple(_kernel_rows(compiled, context)),
         knobs=knob_rows(compiled),
@@ -160,7 +160,8 @@ def state_size(plan: Plan) -> StateSize:
     return StateSize(fixed, at_1k - fixed, longest, at_max)
 
 
-def _precision_rows(plan: Plan) -> Iterator[PrecisionRow]:
+def precision_rows(plan: Plan) -> Iterator[PrecisionRow]:
+    """Formats and bytes of each tensor class, in the order of the plan's weights."""
     formats: dict[str, set[str]] = {}
     sizes: Counter[str] = Counter()
     for weight in plan.weights.values():

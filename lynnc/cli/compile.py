@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from lynnc.artifact import Artifact
+from lynnc.cli.compilereport import print_summary
 from lynnc.cli.knownrecords import known_records, records_options
 from lynnc.cli.output import print_json, warn
 from lynnc.cli.parameters import (
@@ -28,7 +29,6 @@ from lynnc.cli.parameters import (
     without_option,
 )
 from lynnc.cli.progress import compile_bar
-from lynnc.cli.report import print_summary
 from lynnc.cli.subject import find_model
 from lynnc.compiler import Compiled, Request, compile_model, plan_name
 from lynnc.plan import Options, Plan

@@ -21,7 +21,7 @@ from lynnc.kernels.kernel import Kernel
 from lynnc.kernels.table import KERNELS
 from lynnc.modelfile import shipped_models
 from lynnc.passes import PIPELINE, check_pass_names
-from lynnc.plan import Options
+from lynnc.plan import Options, Plan
 from lynnc.programs import prefill_programs, program_rows
 from lynnc.store import default_store_path
 from lynnc.target import DEVICES, TARGETS, Device, Target, default_device, find_device, find_target
@@ -68,6 +68,20 @@ def choose_destination(target: str | None, device: str | None) -> Destination:
     known_as = f" (device {here.name})" if here else ""
     note(f"for {found.name}, the architecture of this machine's {gpu.name}{known_as}.")
     return Destination(found, here, identity)
+
+
+def device_of_plan(plan: Plan, name: str, target: str | None, device: str | None) -> Device:
+    """``--device`` or ``--target``, else the plan's own. OptionError for another target: a plan's code runs on its own
+    only; ``name`` is the plan's for the message."""
+    if not target and not device:
+        return find_device(plan.device) if plan.device else choose_destination(plan.target, None).measure
+    chosen = choose_destination(target, device)
+    if chosen.target != find_target(plan.target):
+        raise OptionError(
+            f"{name} is for {plan.target} and does not run on {chosen.measure.name} ({chosen.target.name}): "
+            f"name a device of {plan.target}, or the model."
+        )
+    return chosen.measure
 
 
 def parse_programs(text: str) -> tuple[str, ...]:
