@@ -8,25 +8,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from recorded import (
-    DEFAULT,
-    H100,
-    H200,
-    HERE,
-    LINEAR,
-    PROBLEM,
-    SPARK,
-    at,
-    made,
-    served,
-)
+from recorded import DEFAULT, H100, H200, HERE, LINEAR, PROBLEM, SPARK, at, made, served
 
 from lynnc.deviceidentity import identity_of
 from lynnc.kernels.kernel import Problem
 from lynnc.record import RecordOrigin
-from lynnc.recordfiles import (
-    is_current,
-)
+from lynnc.recordfiles import is_current
 from lynnc.records import FARTHEST, Known, Records, best_record, distance
 from lynnc.render import environment, template_digest
 
