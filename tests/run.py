@@ -14,15 +14,18 @@ Example::
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 11)
 TORCH = "2.13.0"
 """The release that is installed where there is none; any from pyproject's ``torch`` extra on will do."""
+EXTRAS = "test,weights,runtime,bench,tune,postgresql"
 MAPPED_FOLDERS = ("autotune", "models", "runtime", "templates")
 CHECKS = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
 PYTEST = ("pytest", "-n", "2")
@@ -37,8 +40,10 @@ def main() -> int:
     python = sys.executable if options.no_install else _environment()
     if not python:
         return _complain("no virtual environment could be made: on Debian and Ubuntu, install python3-venv first.")
-    if not options.no_install and not _install(python):
-        return 1
+    if not options.no_install:
+        if not _install(python):
+            return 1
+        _install_postgresql()
     link_types(ROOT)
     return 0 if options.setup_only else _check(python, options.pytest)
 
@@ -73,13 +78,29 @@ def _install(python: str) -> bool:
         return False
     _say(f"installs the project and its test tools beside torch {torch}")
     # Naming the installed torch makes pip respect what it asks for, such as the one Triton of a CUDA build.
-    if _run([*_pip(python), "--editable", f"{ROOT}[test,weights,runtime,bench]", f"torch=={torch}"]) != 0:
+    project = f"{ROOT}[{EXTRAS}]"
+    if _run([*_pip(python), "--editable", project, f"torch=={torch}"]) != 0:
         _complain(
             f"see pip's message above. If it is about triton, torch {torch} asks for one that lynnc cannot use: "
             "run this in a virtual environment with another torch, or with none."
         )
         return False
     return True
+
+
+def _install_postgresql() -> None:
+    """Debian's database server, for the tuner's workers; where it cannot be installed, their test is skipped."""
+    if which("initdb") or list(Path("/usr/lib/postgresql").glob("*/bin/initdb")):
+        return
+    if os.geteuid() != 0 or not which("apt-get"):
+        _say("skips tests with a database server: install Debian's package postgresql for them")
+        return
+    _say("installs Debian's package postgresql")
+    quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for command in (["update"], ["install", "-y", "--no-install-recommends", "postgresql"]):
+        if subprocess.run(["apt-get", "-qq", *command], stdin=subprocess.DEVNULL, env=quiet).returncode != 0:
+            _complain(f"apt-get {command[0]} failed, see above: tests with a database server are skipped.")
+            return
 
 
 def _install_torch(python: str) -> str:

@@ -32,6 +32,7 @@ EXTRAS: Mapping[str, tuple[str, str]] = MappingProxyType(
         **{name: (name, "weights") for name in ("torch", "safetensors", "xxhash", "tokenizers", "numpy")},
         "cuda": ("cuda-bindings", "runtime"),
         "gguf": ("gguf", "bench"),
+        "optuna": ("optuna", "tune"),
     }
 )
 """Package and extra of the modules that only some commands import; ``lynnc compile`` works without."""

@@ -58,19 +58,24 @@ class Subject:
 
 def tune(arguments: Arguments, wish: Wish) -> None:
     """The whole of it; an interrupted run says how to go on."""
+    budget = Budget(wish.seconds, wish.trials)
     subject = _subject(wish, arguments)
-    storage = arguments.storage or str(_usual_storage(subject))
+    storage = arguments.storage or _usual_storage(subject)
     run = Run(open_storage(storage), _run_name(arguments, subject, storage), Worker.here(arguments.seed))
     with ExitStack() as stack:
         stack.callback(run.close)
         stack.enter_context(_telling_how_to_go_on(run.name))
         if len(wish.gpus) > 1:
             run_workers(worker_commands(arguments, wish, storage, run.name))
-            sweep: Sweep | None = _conclude(arguments, wish, subject, run)
-        else:
-            sweep = _search(arguments, wish, subject, run)
-    if sweep:
-        _publish(arguments, subject, sweep)
+        bench = stack.enter_context(closing(open_bench(arguments, wish, subject)))
+        tuner = _tuner(arguments, subject, run, bench)
+        if len(wish.gpus) == 1:
+            _search(tuner, budget, arguments, wish, subject)
+        if arguments.search_only:
+            note(f"{budget.spent} candidates measured for the run {run.name}.")
+            return
+        sweep = tuner.conclude(budget, _about(arguments, wish, subject))
+    _publish(arguments, subject, sweep)
 
 
 def _subject(wish: Wish, arguments: Arguments) -> Subject:
@@ -117,12 +122,10 @@ def _telling_how_to_go_on(name: str) -> Iterator[None]:
         raise
 
 
-def _search(arguments: Arguments, wish: Wish, subject: Subject, run: Run) -> Sweep | None:
-    """Everything in this process; nothing is decided for ``--search-only``."""
-    budget = Budget(wish.seconds, wish.trials)
-    with closing(open_bench(arguments, wish, subject)) as bench, tune_bar(wish.seconds, wish.trials) as bar:
-        tuner = _tuner(arguments, subject, run, bench)
-        best: dict[str, float] = {}
+def _search(tuner: Tuner, budget: Budget, arguments: Arguments, wish: Wish, subject: Subject) -> None:
+    """Measures in this process, with a bar."""
+    best: dict[str, float] = {}
+    with tune_bar(wish.seconds, wish.trials) as bar:
 
         def say(task: Task, tried: Tried) -> None:
             if tried.outcome.is_timed:
@@ -130,19 +133,7 @@ def _search(arguments: Arguments, wish: Wish, subject: Subject, run: Run) -> Swe
             if bar:
                 bar(budget.seconds_spent, budget.spent, _line(task, tried, best.get(task.name)))
 
-        records = known_records(subject.identity, folder=arguments.records_folder)
-        tuner.search(budget, records, say)
-        if arguments.search_only:
-            note(f"{budget.spent} candidates measured for the run {run.name}.")
-            return None
-        return tuner.conclude(budget, _about(arguments, wish, subject))
-
-
-def _conclude(arguments: Arguments, wish: Wish, subject: Subject, run: Run) -> Sweep:
-    """Races and steps on the first GPU, after workers have searched."""
-    with closing(open_bench(arguments, wish, subject)) as bench:
-        tuner = _tuner(arguments, subject, run, bench)
-        return tuner.conclude(Budget(), _about(arguments, wish, subject))
+        tuner.search(budget, known_records(subject.identity, folder=arguments.records_folder), say)
 
 
 def _tuner(arguments: Arguments, subject: Subject, run: Run, bench: Bench) -> Tuner:
@@ -153,6 +144,8 @@ def _tuner(arguments: Arguments, subject: Subject, run: Run, bench: Bench) -> Tu
 
 def _about(arguments: Arguments, wish: Wish, subject: Subject) -> About:
     settings: Mapping[str, str | int] = {"seed": arguments.seed, "budget": wish.budget}
+    if arguments.rehearse:
+        settings = {**settings, "how": "a made-up device"}
     return About(subject.spec.name, subject.identity, bool(wish.simulated or arguments.rehearse), settings)
 
 

@@ -16,7 +16,8 @@ MOST_REASONS = 12
 
 def print_sweep(sweep: Sweep) -> None:
     """Kernels, reasons of refusals, whole steps, and a last line."""
-    how = "simulated: ranked by what the compiler made, not measured" if sweep.is_simulated else "measured"
+    simulated = sweep.settings.get("how", "simulated: ranked by what the compiler made, not measured")
+    how = simulated if sweep.is_simulated else "measured"
     columns = [text("program"), text("kernel"), text("problem"), number("tried"), number("refused")]
     columns += [*(number(status.value) for status in FAULTS), number("timed"), number("default"), number("best")]
     columns += [number("saved"), text("verdict")]
@@ -65,7 +66,10 @@ def _reasons(sweep: Sweep) -> list[list[str]]:
 
 
 def _time(outcome: Outcome) -> str:
-    return duration(outcome.seconds) if outcome.is_timed else outcome.status.value
+    """A time, or why there is none; nothing where the budget did not reach a task."""
+    if outcome.is_timed:
+        return duration(outcome.seconds)
+    return "" if outcome.status is Status.REFUSED else outcome.status.value
 
 
 def _part(gain: float) -> str:
