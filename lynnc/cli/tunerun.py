@@ -67,6 +67,8 @@ def tune(arguments: Arguments, wish: Wish) -> None:
         stack.enter_context(_telling_how_to_go_on(run.name))
         if len(wish.gpus) > 1:
             run_workers(worker_commands(arguments, wish, storage, run.name))
+            if arguments.search_only:
+                return
         bench = stack.enter_context(closing(open_bench(arguments, wish, subject)))
         tuner = _tuner(arguments, subject, run, bench)
         if len(wish.gpus) == 1:
