@@ -16,6 +16,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from enum import StrEnum
 from typing import Any
 
 
@@ -45,6 +46,8 @@ def decode(kind: Any, data: Any) -> Any:
     if type(data) is kind:
         return data
     origin, parameters = typing.get_origin(kind), typing.get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return kind(data)
     if is_dataclass(kind):
         return _decode_record(kind, data)
     if origin is tuple:
