@@ -14,6 +14,8 @@ Example::
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -24,6 +26,12 @@ OLDEST_PYTHON = (3, 11)
 TORCH = "2.13.0"
 """The release that is installed where there is none; any from pyproject's ``torch`` extra on will do."""
 MAPPED_FOLDERS = ("autotune", "models", "runtime", "templates")
+DEBIAN_PACKAGES = {
+    "chromium": "usr/bin/chromium",
+    "chromium-driver": "usr/bin/chromedriver",
+    "fonts-dejavu-core": "usr/share/fonts/truetype/dejavu/DejaVuSans.ttf",
+}
+"""Programs that some tests start: Debian's package, and a file (or pattern) below / that is there with it."""
 CHECKS = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
 PYTEST = ("pytest", "-n", "2")
 ASK_TORCH = "from importlib import metadata as m; print(*[d.version for d in m.distributions(name='torch')][:1])"
@@ -39,6 +47,8 @@ def main() -> int:
         return _complain("no virtual environment could be made: on Debian and Ubuntu, install python3-venv first.")
     if not options.no_install and not _install(python):
         return 1
+    if not options.no_install:
+        _install_debian_packages()
     link_types(ROOT)
     return 0 if options.setup_only else _check(python, options.pytest)
 
@@ -80,6 +90,22 @@ def _install(python: str) -> bool:
         )
         return False
     return True
+
+
+def _install_debian_packages() -> None:
+    """What is missing of them, where this is Debian and its superuser; elsewhere tests that need them are skipped."""
+    missing = [name for name, place in DEBIAN_PACKAGES.items() if not any(Path("/").glob(place))]
+    if not missing:
+        return
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
+        _say(f"skips the tests that need Debian's packages {', '.join(missing)}: install them to run those, too")
+        return
+    _say(f"installs Debian's packages {', '.join(missing)}")
+    quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for command in (["update"], ["install", "-y", "--no-install-recommends", *missing]):
+        if subprocess.run(["apt-get", "-qq", *command], stdin=subprocess.DEVNULL, env=quiet).returncode != 0:
+            _complain(f"apt-get {command[0]} failed, see above: the tests that need {', '.join(missing)} are skipped.")
+            return
 
 
 def _install_torch(python: str) -> str:
