@@ -168,6 +168,12 @@ def test_each_layer_has_its_experts_and_a_bar_as_high_as_they_are_many() -> None
     for height, experts in zip(heights, spec.moe.experts, strict=True):
         assert height / heights[0] == pytest.approx(experts / spec.moe.experts[0], abs=0.002)
     assert f"{sum(spec.moe.experts):,} in all" in page.by_id("layers").text
+    assert "is representative: a plausible map, not a published one" in page.by_id("layers").text
+
+
+def test_published_experts_are_not_called_representative() -> None:
+    page = read_page(render_page(make_report(small_plan(), PLAIN)))
+    assert not load_model("tiny-moe").representative and "representative" not in page.root.text
 
 
 def test_a_dense_model_has_no_bars() -> None:

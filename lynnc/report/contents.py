@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lynnc.autotune.sweep import Sweep
+from lynnc.compiler import model_of
 from lynnc.plan import Plan
 from lynnc.report.charts import history_chart, layers_chart, slice_charts
 from lynnc.report.costing import CostedProgram, Parts, cost_programs
@@ -28,7 +29,6 @@ from lynnc.report.tokentime import TimeRow, decode_rows, prompt_rows
 from lynnc.report.tuning import Study, counts_of, studies_of
 from lynnc.summary import mixers
 from lynnc.target import Device
-
 
 USUAL_CONTEXT = 4096
 
@@ -94,6 +94,11 @@ class Report:
         return sum(row.bytes for row in self.memory if not row.is_host)
 
     @property
+    def is_representative(self) -> bool:
+        """Whether the model's experts for each layer are a plausible map rather than a published one."""
+        return model_of(self.plan).representative
+
+    @property
     def candidates(self) -> Mapping[str, int]:
         """Candidates of the tuning run by what became of them."""
         return counts_of(self.sources.tuning) if self.sources.tuning else {}
@@ -125,9 +130,7 @@ def make_report(plan: Plan, sources: Sources) -> Report:
     )
 
 
-def _program_part(
-    plan: Plan, costed: CostedProgram, context: int, measured: Measurements | None
-) -> ProgramPart:
+def _program_part(plan: Plan, costed: CostedProgram, context: int, measured: Measurements | None) -> ProgramPart:
     name = costed.program.name
     setting = setting_of(costed, context, measured)
     uses = kernel_uses(plan, costed, setting, measured)
