@@ -23,7 +23,6 @@ from lynnc.ir import Graph, Op
 from lynnc.lower import BoundOps, bind_ops
 from lynnc.model import ModelSpec
 from lynnc.programs import program_rows
-from lynnc.records import Records, load_records
 from lynnc.store import Store
 from lynnc.target import Target
 
@@ -76,7 +75,6 @@ def compile_baseline(
 def baseline_of(spec: ModelSpec, request: Request, graphs: Mapping[str, Graph]) -> Baseline:
     """Graphs with the choices of a request."""
     request, _ = settle(spec, request)
-    records = load_records(request.device.name) if request.device else Records()
-    knobs = request.options.knobs
+    records, knobs = request.known_records, request.options.knobs
     choices = {name: choose_all(graph, request.target, records, knobs) for name, graph in graphs.items()}
     return Baseline(request.target, graphs, choices)

@@ -45,11 +45,16 @@ class Budget:
     """Seconds and candidates of a run; either may be without limit."""
 
     def __init__(self, seconds: float | None = None, trials: int | None = None, clock: Clock = time.monotonic) -> None:
-        self._clock = clock
+        self._clock, self._start = clock, clock()
         self._end = math.inf if seconds is None else clock() + seconds
         self._search_end = math.inf if seconds is None else clock() + (1 - CONFIRMING) * seconds
         self._trials = math.inf if trials is None else trials
         self.spent = 0
+
+    @property
+    def seconds_spent(self) -> float:
+        """Since the budget began."""
+        return self._clock() - self._start
 
     @property
     def seconds_left(self) -> float:

@@ -95,7 +95,12 @@ class Task:
 
 def key_of(kernel: Kernel, problem: Problem) -> Key:
     """Kernel and problem as a record knows them."""
-    return kernel.name, tuple(sorted((name, str(value)) for name, value in problem.items()))
+    return key_of_names(kernel.name, problem)
+
+
+def key_of_names(kernel: str, problem: Problem) -> Key:
+    """The same from a kernel's name."""
+    return kernel, tuple(sorted((name, str(value)) for name, value in problem.items()))
 
 
 def rows_of(program: str) -> int:

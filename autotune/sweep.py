@@ -1,10 +1,10 @@
-"""What a run of the tuner found, as plain values: for the summary, the report page and records.
+"""What a run of the tuner found, as plain values: for its tables, the report page and records.
 
-In: trials and verdicts of a run. Out: ``Sweep``, with a JSON form that holds everything a report shows.
+In: trials and verdicts of a run. Out: a ``Sweep``.
 
 Example::
 
-    sweep = Sweep.from_json(json.loads(Path("tune.json").read_text()))
+    sweep = tuner.conclude(budget, about, seconds)
     for found in sweep.findings:
         print(found.kernel, found.counts, found.gain)
 """
@@ -13,13 +13,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from lynnc.autotune.trial import Outcome, Status
 from lynnc.kernels.kernel import Knobs
-
-SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,36 +108,6 @@ class Sweep:
     settings: Mapping[str, str | int]
     findings: tuple[Finding, ...]
     steps: tuple[StepFinding, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {"schema": SCHEMA, **asdict(self)}
-
-    @staticmethod
-    def from_json(values: Any) -> Sweep:
-        """The inverse of ``to_json``; ValueError for anything else."""
-        if not isinstance(values, dict) or values.get("schema") != SCHEMA:
-            raise ValueError("not a sweep of this schema")
-        try:
-            data = {name: value for name, value in values.items() if name != "schema"}
-            findings = tuple(_finding(entry) for entry in data.pop("findings"))
-            steps = tuple(
-                StepFinding(step["program"], outcome_from(step["default"]), outcome_from(step["tuned"]))
-                for step in data.pop("steps")
-            )
-            return Sweep(findings=findings, steps=steps, **data)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"a sweep lacks or has too much: {error}") from error
-
-    def without_trials(self) -> Sweep:
-        """The same without single candidates."""
-        return replace(self, findings=tuple(replace(found, tried=()) for found in self.findings))
-
-
-def _finding(entry: Any) -> Finding:
-    outcomes = {name: outcome_from(entry[name]) for name in ("default", "best")}
-    tried = tuple(Tried(**{**one, "outcome": outcome_from(one["outcome"])}) for one in entry["tried"])
-    return Finding(**{**entry, **outcomes, "tried": tried, "programs": tuple(entry["programs"])})
 
 
 def outcome_from(values: Mapping[str, Any]) -> Outcome:

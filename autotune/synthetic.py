@@ -20,7 +20,7 @@ from types import MappingProxyType
 
 from lynnc.artifact import digest
 from lynnc.autotune.bounds import identity, lower_bound
-from lynnc.autotune.problems import Key, Task
+from lynnc.autotune.problems import Key, Task, key_of_names
 from lynnc.autotune.trial import Candidate, Outcome, Status
 from lynnc.kernels.kernel import Knobs
 from lynnc.target import Device
@@ -130,8 +130,7 @@ class SyntheticBench:
         return Outcome(Status.TIMED, runs[len(runs) // 2], runs[0], runs[-1], repeats)
 
     def _task(self, candidate: Candidate) -> Task:
-        key = (candidate.kernel, tuple(sorted((name, str(value)) for name, value in candidate.problem.items())))
-        return self._tasks[key]
+        return self._tasks[key_of_names(candidate.kernel, candidate.problem)]
 
     def _choose_optimum(self, task: Task) -> Knobs:
         """Some legal knobs, by the seed alone."""

@@ -5,9 +5,9 @@ any number of hosts; racing and confirming is one worker's work, at the end.
 
 Example::
 
-    tuner = Tuner(tasks, Run(storage, "h200", Worker.here()), bench, Setting(device))
+    tuner = Tuner(tasks, Run(storage, "h200", Worker.here()), bench, Setting(device), identity)
     tuner.search(budget, records)
-    sweep = tuner.conclude(budget, about)
+    sweep = tuner.conclude(budget, About("qwen3.6-35b-a3b", identity))
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class Tuner:
         self.tasks = tuple(tasks)
         self._run, self._bench, self._setting = run, bench, setting
         self._studies = {task.key: run.study(task, study_digest(task, identity)) for task in self.tasks}
-        self.budget_spent = 0
 
     def study(self, task: Task) -> KnobStudy:
         """The study of a task."""
@@ -74,12 +73,13 @@ class Tuner:
             search.offer_known([match.record.knobs] if match else [])
             search.run(allowance, budget, say)
 
-    def conclude(self, budget: Budget, about: About, seconds: float) -> Sweep:
+    def conclude(self, budget: Budget, about: About) -> Sweep:
         """Races what was tried, confirms the winners, and sums up."""
         races: list[Race] = []
         end = 0.0 if math.isinf(budget.seconds_left) else (1 - RACING) * budget.seconds_left
         for task in self.tasks:
             study = self.study(task)
+            study.replace_lost()
             if any(tried.outcome.is_timed for tried in study.tried()) and (budget.seconds_left > end or not races):
                 races.append(run_race(task, study, self._bench, self._setting.device))
         confirmation = confirm(races, self._bench, lambda: budget.seconds_left > 0)
@@ -89,7 +89,7 @@ class Tuner:
             model=about.model,
             device=about.device.name,
             is_simulated=about.is_simulated,
-            seconds=seconds,
+            seconds=budget.seconds_spent,
             settings=dict(about.settings),
             findings=tuple(self._finding(task, by_key.get(task.key), confirmation) for task in self.tasks),
             steps=confirmation.steps,

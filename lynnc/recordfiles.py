@@ -87,9 +87,9 @@ def write_user_record(folder: Path, record: Record) -> Path:
 def export_records(path: Path, device: Identity, folder: Path, force: bool = False) -> int:
     """Writes the best known records of one device as a file that can ship, and says how many they are.
 
-    The user's and the shipped ones are merged; outdated ones are left out. OptionError if none is left.
+    The user's and the shipped ones are merged; outdated and simulated ones are left out. OptionError if none is left.
     """
-    records = list(_current(_records_of(device, folder)))
+    records = [record for record in _current(_records_of(device, folder)) if not record.is_simulated]
     if not records:
         raise OptionError(f"There are no records of {device.name} in {folder}: run `lynnc tune` on that device first.")
     write_file(path, records_text(records), force, "--export")

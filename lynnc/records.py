@@ -81,6 +81,10 @@ class Match:
         """Where the knobs come from, as plans and tables say it."""
         return self.known.text if self.is_exact else NEAREST + self.known.text
 
+    def is_current(self, kernel: Kernel) -> bool:
+        """Whether the kernel's template has the text that the record is valid for."""
+        return self.record.template == template_digest(kernel.template)
+
     @property
     def rank(self) -> tuple[object, ...]:
         """Sorts matches, the best first."""
@@ -99,12 +103,14 @@ class Match:
 
 def best_record(records: Records, kernel: Kernel, problem: Problem, target: Target) -> Match | None:
     """The best record that may serve a problem, if there is any."""
+    return next((match for match in legal_records(records, kernel, problem, target) if match.is_current(kernel)), None)
+
+
+def legal_records(records: Records, kernel: Kernel, problem: Problem, target: Target) -> Iterator[Match]:
+    """Records whose knobs are legal for a problem, the best first; outdated ones too, which a tuner may try again."""
     for match in sorted(_matches(records, kernel.name, problem), key=lambda match: match.rank):
-        record = match.record
-        is_current = record.template == template_digest(kernel.template)
-        if is_current and kernel.refusal(problem, record.knobs, target) is None:
-            return match
-    return None
+        if kernel.refusal(problem, match.record.knobs, target) is None:
+            yield match
 
 
 def distance(problem: Problem, other: Problem) -> float:

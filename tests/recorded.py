@@ -12,10 +12,7 @@ from lynnc.kernels.kernel import Kernel, Problem
 from lynnc.kernels.table import KERNELS
 from lynnc.modelfile import load_model
 from lynnc.record import Record
-from lynnc.recordfiles import (
-    RecordChoice,
-    load_records,
-)
+from lynnc.recordfiles import RecordChoice, load_records
 from lynnc.records import Known, Records, best_record
 from lynnc.render import template_digest
 from lynnc.target import find_device

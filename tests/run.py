@@ -25,11 +25,13 @@ ROOT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 11)
 TORCH = "2.13.0"
 """The release that is installed where there is none; any from pyproject's ``torch`` extra on will do."""
+EXTRAS = "test,weights,runtime,bench,tune,postgresql"
 MAPPED_FOLDERS = ("autotune", "models", "runtime", "templates")
 DEBIAN_PACKAGES = {
     "chromium": "usr/bin/chromium",
     "chromium-driver": "usr/bin/chromedriver",
     "fonts-dejavu-core": "usr/share/fonts/truetype/dejavu/DejaVuSans.ttf",
+    "postgresql": "usr/lib/postgresql/*/bin/initdb",
 }
 """Programs that some tests start: Debian's package, and a file (or pattern) below / that is there with it."""
 CHECKS = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
@@ -45,9 +47,9 @@ def main() -> int:
     python = sys.executable if options.no_install else _environment()
     if not python:
         return _complain("no virtual environment could be made: on Debian and Ubuntu, install python3-venv first.")
-    if not options.no_install and not _install(python):
-        return 1
     if not options.no_install:
+        if not _install(python):
+            return 1
         _install_debian_packages()
     link_types(ROOT)
     return 0 if options.setup_only else _check(python, options.pytest)
@@ -83,7 +85,8 @@ def _install(python: str) -> bool:
         return False
     _say(f"installs the project and its test tools beside torch {torch}")
     # Naming the installed torch makes pip respect what it asks for, such as the one Triton of a CUDA build.
-    if _run([*_pip(python), "--editable", f"{ROOT}[test,weights,runtime,bench]", f"torch=={torch}"]) != 0:
+    project = f"{ROOT}[{EXTRAS}]"
+    if _run([*_pip(python), "--editable", project, f"torch=={torch}"]) != 0:
         _complain(
             f"see pip's message above. If it is about triton, torch {torch} asks for one that lynnc cannot use: "
             "run this in a virtual environment with another torch, or with none."

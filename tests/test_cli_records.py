@@ -7,22 +7,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from recorded import (
-    DEFAULT,
-    HERE,
-    made,
-    records_of_tiny,
-    served,
-)
+from recorded import DEFAULT, HERE, made, records_of_tiny, served
 
 from lynnc.cli.main import cli
 from lynnc.deviceidentity import identify
 from lynnc.planfile import load_plan
-from lynnc.recordfiles import (
-    RecordChoice,
-    load_records,
-    write_user_record,
-)
+from lynnc.recordfiles import RecordChoice, load_records, write_user_record
 
 
 @pytest.fixture(scope="module")

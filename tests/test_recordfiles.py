@@ -10,18 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from recorded import (
-    H100,
-    H200,
-    HERE,
-    PROBLEM,
-    SHIPPED,
-    SPARK,
-    at,
-    made,
-    records_of_tiny,
-    users,
-)
+from recorded import H100, H200, HERE, SHIPPED, SPARK, at, made, records_of_tiny, users
 
 from lynnc.choose import choose_all
 from lynnc.compiler import Request, fused_graph, lower_programs
@@ -226,7 +215,8 @@ def test_a_target_alone_and_a_library_call_know_nothing_of_the_users_records(
 def test_export_is_the_form_that_ships_and_merges_with_it(tmp_path: Path) -> None:
     shipped = parse_records((SHIPPED / "h200.json").read_bytes())
     better = replace(shipped[0], seconds=1e-6, origin=RecordOrigin.MEASURED, triton="3.6.0", date="2026-11-30")
-    for record in (better, made(), made(problem={**PROBLEM, "n": 5}, template="0" * 64), made(identity_of(H100))):
+    guess = at(6, origin=RecordOrigin.SIMULATED)
+    for record in (better, made(), at(5, template="0" * 64), made(identity_of(H100)), guess):
         write_user_record(tmp_path / "mine", record)
     out = tmp_path / "h200.json"
     assert export_records(out, HERE, tmp_path / "mine") == len(shipped) + 1

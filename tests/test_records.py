@@ -8,26 +8,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from recorded import (
-    DEFAULT,
-    H100,
-    H200,
-    HERE,
-    LINEAR,
-    PROBLEM,
-    SPARK,
-    at,
-    made,
-    served,
-)
+from recorded import DEFAULT, H100, H200, HERE, LINEAR, PROBLEM, SPARK, at, made, served
 
 from lynnc.deviceidentity import identity_of
 from lynnc.kernels.kernel import Problem
 from lynnc.record import RecordOrigin
-from lynnc.recordfiles import (
-    is_current,
-)
-from lynnc.records import FARTHEST, Known, Records, best_record, distance
+from lynnc.recordfiles import is_current
+from lynnc.records import FARTHEST, Known, Records, best_record, distance, legal_records
 from lynnc.render import environment, template_digest
 
 
@@ -81,6 +68,9 @@ def test_knobs_that_are_not_legal_here_leave_it_to_the_next() -> None:
 def test_an_outdated_record_is_a_miss() -> None:
     old = made(template="00" * 32)
     assert served(old) is None and not is_current(old) and is_current(made())
+    items = Records(HERE, (Known(old), Known(at(8200)), Known(made(knobs={"BLOCK_N": 3}))))
+    found = list(legal_records(items, LINEAR, PROBLEM, H200.target))
+    assert [match.record for match in found] == [old, at(8200)], "a tuner may try it again"
     assert not is_current(made(kernel="gone"))
 
 

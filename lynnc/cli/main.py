@@ -32,6 +32,7 @@ EXTRAS: Mapping[str, tuple[str, str]] = MappingProxyType(
         **{name: (name, "weights") for name in ("torch", "safetensors", "xxhash", "tokenizers", "numpy")},
         "cuda": ("cuda-bindings", "runtime"),
         "gguf": ("gguf", "bench"),
+        "optuna": ("optuna", "tune"),
     }
 )
 """Package and extra of the modules that only some commands import; ``lynnc compile`` works without."""
@@ -57,6 +58,7 @@ COMMANDS: Mapping[str, Entry] = MappingProxyType(
         "eval": Entry("lynnc.cli.eval", "Measure how well a packed model predicts a text.", extra="run"),
         "import-config": Entry("lynnc.cli.import_config", "Write a model file from a published config.json."),
         "bench": Entry("lynnc.cli.bench", "Measure how fast a plan decodes on this machine's GPU."),
+        "tune": Entry("lynnc.cli.tune", "Find the best knobs for every kernel on a GPU.", extra="tune"),
         "gate": Entry("lynnc.cli.gate", "Say whether a change of plan or weights may ship."),
         "pack": Entry("lynnc.cli.pack", "Pack a checkpoint into the layout that plans load."),
         "unpack": Entry("lynnc.cli.unpack", "Write a Hugging Face checkpoint from packed weights."),

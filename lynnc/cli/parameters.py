@@ -193,6 +193,18 @@ def complete_knobs(ctx: click.Context, param: click.Parameter, incomplete: str) 
     return [text for text in known if text.startswith(incomplete)]
 
 
+def complete_kernels(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """The last name of a list of kernels."""
+    done, comma, last = incomplete.rpartition(",")
+    names = [kernel.name for kernel in KERNELS if kernel.name.startswith(last)]
+    return [f"{done}{comma}{name}" for name in names if name not in done.split(",")]
+
+
+def complete_devices(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Devices of the table."""
+    return [name for name in DEVICES if name.startswith(incomplete)]
+
+
 def complete_programs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """The last name of a list of programs."""
     done, comma, last = incomplete.rpartition(",")
