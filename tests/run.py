@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from shutil import which
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 11)
@@ -27,6 +27,13 @@ TORCH = "2.13.0"
 """The release that is installed where there is none; any from pyproject's ``torch`` extra on will do."""
 EXTRAS = "test,weights,runtime,bench,tune,postgresql"
 MAPPED_FOLDERS = ("autotune", "models", "runtime", "templates")
+DEBIAN_PACKAGES = {
+    "chromium": "usr/bin/chromium",
+    "chromium-driver": "usr/bin/chromedriver",
+    "fonts-dejavu-core": "usr/share/fonts/truetype/dejavu/DejaVuSans.ttf",
+    "postgresql": "usr/lib/postgresql/*/bin/initdb",
+}
+"""Programs that some tests start: Debian's package, and a file (or pattern) below / that is there with it."""
 CHECKS = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
 PYTEST = ("pytest", "-n", "2")
 ASK_TORCH = "from importlib import metadata as m; print(*[d.version for d in m.distributions(name='torch')][:1])"
@@ -43,7 +50,7 @@ def main() -> int:
     if not options.no_install:
         if not _install(python):
             return 1
-        _install_postgresql()
+        _install_debian_packages()
     link_types(ROOT)
     return 0 if options.setup_only else _check(python, options.pytest)
 
@@ -88,18 +95,19 @@ def _install(python: str) -> bool:
     return True
 
 
-def _install_postgresql() -> None:
-    """Debian's database server, for the tuner's workers; where it cannot be installed, their test is skipped."""
-    if which("initdb") or list(Path("/usr/lib/postgresql").glob("*/bin/initdb")):
+def _install_debian_packages() -> None:
+    """What is missing of them, where this is Debian and its superuser; elsewhere tests that need them are skipped."""
+    missing = [name for name, place in DEBIAN_PACKAGES.items() if not any(Path("/").glob(place))]
+    if not missing:
         return
-    if os.geteuid() != 0 or not which("apt-get"):
-        _say("skips tests with a database server: install Debian's package postgresql for them")
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
+        _say(f"skips the tests that need Debian's packages {', '.join(missing)}: install them to run those, too")
         return
-    _say("installs Debian's package postgresql")
+    _say(f"installs Debian's packages {', '.join(missing)}")
     quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for command in (["update"], ["install", "-y", "--no-install-recommends", "postgresql"]):
+    for command in (["update"], ["install", "-y", "--no-install-recommends", *missing]):
         if subprocess.run(["apt-get", "-qq", *command], stdin=subprocess.DEVNULL, env=quiet).returncode != 0:
-            _complain(f"apt-get {command[0]} failed, see above: tests with a database server are skipped.")
+            _complain(f"apt-get {command[0]} failed, see above: the tests that need {', '.join(missing)} are skipped.")
             return
 
 

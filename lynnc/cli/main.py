@@ -53,7 +53,7 @@ COMMANDS: Mapping[str, Entry] = MappingProxyType(
         "compile": Entry("lynnc.cli.compile", "Compile a model to a plan."),
         "show": Entry("lynnc.cli.show", "Print a model's graph, kernel choices, Triton source or PTX."),
         "explain": Entry("lynnc.cli.explain", "Print the bytes, FLOPs and speed ceilings of a model."),
-        "report": Entry("lynnc.cli.report", "Write a page about a plan: launches, rooflines, times, memory."),
+        "report": Entry("lynnc.cli.report", "Write one HTML page about a plan."),
         "run": Entry("lynnc.cli.run", "Let a packed model go on with a text.", extra="run"),
         "eval": Entry("lynnc.cli.eval", "Measure how well a packed model predicts a text.", extra="run"),
         "import-config": Entry("lynnc.cli.import_config", "Write a model file from a published config.json."),

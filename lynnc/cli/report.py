@@ -16,10 +16,10 @@ from lynnc.cli.subject import find_subject
 from lynnc.errors import OptionError, RecordError
 from lynnc.outputfile import check_file, write_file
 from lynnc.plan import Plan
-from lynnc.report.contents import Sources, make_report
+from lynnc.report.contents import USUAL_CONTEXT, Sources, make_report
 from lynnc.report.measured import Measurements, read_measurements
 from lynnc.report.page import render_page
-from lynnc.report.tuning import read_summary
+from lynnc.report.tuning import read_sweep
 from lynnc.target import Device, find_target
 
 
@@ -31,7 +31,7 @@ class Arguments:
     bench: Sequence[Path]
     tune: Path | None
     device: str | None
-    context: int
+    context: int | None
     output: Path
     force: bool
 
@@ -50,9 +50,8 @@ class Arguments:
 @click.option(
     "--context",
     type=click.IntRange(min=1),
-    default=4096,
-    show_default=True,
-    help="Positions in the slot, S, where nothing was measured.",
+    metavar="S",
+    help=f"Positions in the slot where nothing was measured; {USUAL_CONTEXT} or what the model has if not given.",
 )
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), required=True, metavar="FILE", help="HTML file to write."
@@ -78,7 +77,7 @@ def run(arguments: Arguments) -> None:
             f"{arguments.subject} is a model: run `lynnc compile {arguments.subject} --device NAME` and name the plan."
         )
     measured = read_measurements(arguments.bench, plan) if arguments.bench else None
-    tuning = read_summary(arguments.tune, plan) if arguments.tune else None
+    tuning = read_sweep(arguments.tune, plan) if arguments.tune else None
     device = _device(plan, arguments, measured)
     report = make_report(plan, Sources(device, arguments.context, measured, tuning))
     if report.left_out:
