@@ -34,6 +34,7 @@ DRIVER_NAMES = [
     ("NVIDIA H200 NVL", 90, 120, 60 * MIB, "h200-nvl"),
     ("NVIDIA H200 MIG 1g.18gb", 90, 16, 8 * MIB, "h200-mig-1g-18gb"),
     ("NVIDIA H200", 90, 16, 8 * MIB, "h200-16sm"),
+    ("NVIDIA H200", 90, 132, 30 * MIB, "h200-132sm"),
     ("NVIDIA GH200 480GB", 90, 132, 60 * MIB, "gh200-480gb"),
     ("NVIDIA H100 80GB HBM3", 90, 132, 50 * MIB, "h100"),
     ("NVIDIA H100 PCIe", 90, 114, 50 * MIB, "h100-pcie"),

@@ -176,6 +176,19 @@ def test_shipped_records_are_current_legal_and_in_order(path: Path, request: pyt
         assert record.origin is not RecordOrigin.SIMULATED, "what ships was measured"
 
 
+def test_a_shipped_file_that_is_damaged_or_of_another_device_is_a_miss(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "records").mkdir()
+    monkeypatch.setattr("lynnc.recordfiles.files", lambda package: tmp_path)
+    for name, text in (
+        ("h200", records_text([made()])),
+        ("h100", records_text([at(5)])),
+        ("b200", "{"),
+        ("README", ""),
+    ):
+        (tmp_path / "records" / f"{name}.json").write_text(text)
+    assert [known.record for known in load_records(HERE).known] == [made()]
+
+
 def test_every_decode_launch_of_the_35b_model_has_a_record_on_an_h200() -> None:
     graph = fused_graph(load_model("qwen3.6-35b-a3b"), "decode/1")
     origins = {

@@ -52,6 +52,9 @@ def test_another_device_of_the_architecture_is_near_by_its_multiprocessors() -> 
     )
     assert served(made(replace(HERE, l2_bytes=1)), device=HERE) == ("nearest record h200", DEFAULT["BLOCK_N"])
     assert served(made(identity_of(SPARK))) is None
+    assert served(made(replace(HERE, arch="sm_100a"))) is None, (
+        "an exact problem on an equal GPU of another architecture"
+    )
 
 
 def test_knobs_that_are_not_legal_here_leave_it_to_the_next() -> None:
@@ -82,6 +85,8 @@ def test_the_users_come_first_and_simulated_ones_last() -> None:
     assert served(shipped, guess, users, old) == ("user record h200", 8)
     assert served(guess, shipped, old) == ("record h200", 4)
     assert served(guess, old) == ("record h200", 2)
+    assert served(replace(old, seconds=1e-9), shipped) == ("record h200", 4)
+    assert served(replace(shipped, seconds=2e-6, knobs=DEFAULT), shipped) == ("record h200", 4)
     assert served(guess, at(8200)) == ("user simulated record h200", 16)
     assert served(at(8200, origin=RecordOrigin.SIMULATED)) is None, "a guess for another problem is none"
     near = Known(at(8200, knobs={"BLOCK_N": 16}), is_user=True)
