@@ -117,6 +117,10 @@ class Stage:
         """All that an op reads and writes but weights."""
         return (*self._tensors((*op.reads, *op.writes)), *self._states(op))
 
+    def read(self, op: Op) -> tuple[Region, ...]:
+        """The tensors that it reads."""
+        return tuple(self._tensors(op.reads))
+
     def written(self, op: Op) -> tuple[Region, ...]:
         """All that it writes."""
         return (*self._tensors(op.writes), *self._states(op))
