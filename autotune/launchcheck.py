@@ -42,6 +42,8 @@ class Probe:
     largest: dict[str, float]
     fault: str
     """What is wrong with the plan's own kernel, or nothing."""
+    device: str
+    """Where torch has the expected values."""
 
 
 def probes_of(stage: Stage, names: Sequence[str], device: str) -> Iterator[Probe]:
@@ -61,7 +63,7 @@ def probes_of(stage: Stage, names: Sequence[str], device: str) -> Iterator[Probe
         found = list(comparison.after(op, expected))
         write_regions(stage.executor, found_there)
         largest = {item.tensor: max(LARGEST, 2 * item.max) for item in found}
-        yield Probe(op, before, expected, usual, largest, _disagreement(found, largest))
+        yield Probe(op, before, expected, usual, largest, _disagreement(found, largest), device)
 
 
 def _cleared(stage: Stage, op: Op, contents: Contents) -> Contents:
@@ -73,10 +75,10 @@ def _cleared(stage: Stage, op: Op, contents: Contents) -> Contents:
     }
 
 
-def fault_of(stage: Stage, probe: Probe, call: Call, device: str) -> str:
+def fault_of(stage: Stage, probe: Probe, call: Call) -> str:
     """What is wrong with a launch in the place of the plan's, or ``""``."""
     first = _launched(stage, probe.op, call, probe.before)
-    fault = _disagreement(Comparison(stage.step, LIMIT, device).after(probe.op, probe.expected), probe.largest)
+    fault = _disagreement(Comparison(stage.step, LIMIT, probe.device).after(probe.op, probe.expected), probe.largest)
     if fault:
         return fault
     for run in range(2, RUNS + 1):

@@ -18,7 +18,7 @@ from lynnc.artifact import Artifact
 from lynnc.autotune.benchmessages import KernelTask, StepTask, task_of
 from lynnc.autotune.childprocess import ChildDiedError, ChildHungError, ChildProcess, Patience
 from lynnc.autotune.gpubench import GpuBench, open_gpu_bench
-from lynnc.autotune.trial import Bench, Candidate, Status
+from lynnc.autotune.trial import Bench, Status
 from lynnc.compile import KernelSource
 from lynnc.compile_ahead import CompileAhead
 from lynnc.errors import CompileError, DeviceError, LynncError
@@ -159,9 +159,7 @@ def test_a_crash_is_an_outcome_with_the_last_words() -> None:
     with closing(bench_of(compiler=crashing)) as bench:
         found = bench.measure(OTHER, 1)
         assert found.status is Status.CRASHED
-        assert (
-            found.reason == "the measuring process was killed by SIGSEGV, its last words: CUDA_ERROR_ILLEGAL_ADDRESS"
-        )
+        assert found.reason == "the measuring process was killed by SIGSEGV, its last words: CUDA_ERROR_ILLEGAL_ADDRESS"
         assert bench.measure(GOOD, 1).is_timed and bench._child.starts == 2
 
 
@@ -182,6 +180,17 @@ def test_a_process_whose_gpu_is_lost_is_started_again() -> None:
     with closing(bench_of("lost")) as bench:
         assert [bench.measure(GOOD, 1).status for _ in range(2)] == [Status.TIMED] * 2
         assert bench._child.starts == 2
+
+
+def test_a_process_that_follows_another_is_tried_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU may not have got its memory back from the one before."""
+    monkeypatch.setattr("lynnc.autotune.childprocess.PAUSE_SECONDS", 0.0)
+    modes = iter(["lost", "refuse", "refuse", "answer"])
+    child = ChildProcess(lambda connection: [sys.executable, str(CHILD), str(connection), next(modes)], QUICK)
+    _, baseline = plan_and_baseline()
+    with closing(GpuBench(baseline, Paper(), child)) as bench:
+        assert [bench.measure(GOOD, 1).status for _ in range(2)] == [Status.TIMED] * 2
+        assert next(modes, "") == ""
 
 
 def test_nothing_is_raised_where_the_process_does_not_start() -> None:
@@ -276,6 +285,3 @@ def test_a_bench_that_cannot_start_says_so(tmp_path: Path, monkeypatch: pytest.M
 
 class _Compiled:
     plan, files = plan_and_baseline()[0], {}
-
-
-__all__ = ["Candidate"]
