@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lynnc.autotune.trial import Outcome, Status
-from lynnc.jsonform import decode, encode
+from lynnc.jsonform import decode, encode, shallow
 from lynnc.plan import KernelEntry, Launch
 
 READY, FAILED, PHASE, DONE = "ready", "failed", "phase", "done"
@@ -83,7 +83,7 @@ class Said:
 def task_text(task: Task) -> str:
     """A task for the child."""
     kind = next(name for name, known in _TASKS.items() if isinstance(task, known))
-    return encode({"kind": kind, "task": task})
+    return json.dumps({"kind": kind, "task": task}, default=shallow)  # unsorted: a signature is in order
 
 
 def task_of(text: str) -> Task:

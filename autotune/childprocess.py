@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
@@ -25,6 +26,8 @@ from lynnc.autotune.benchmessages import CANDIDATE, FAILED, PHASE, READY, Said, 
 
 KILL_SECONDS = 30.0
 """For which a killed process is waited for: the driver ends what it had on the GPU first."""
+ATTEMPTS, PAUSE_SECONDS = 3, 2.0
+"""To start a process again, and how long between two."""
 
 
 class ChildError(Exception):
@@ -59,11 +62,22 @@ class ChildProcess:
         self._log = Path(self._folder.name) / "log"
         self.starts = 0
 
-    def start(self) -> str:
-        """Starts the process, if none runs, and waits until it takes tasks; what it says of its device."""
-        if self._process is not None:
-            return ""
-        self.starts += 1
+    def start(self) -> None:
+        """Starts the process, if none runs, and waits until it takes tasks; ChildError if it does not come to that.
+
+        One that follows another is tried a few times: a GPU's memory is free a while after its owner has ended.
+        """
+        attempts = ATTEMPTS if self.starts else 1
+        while self._process is None:
+            attempts -= 1
+            try:
+                self._start()
+            except ChildDiedError:
+                if attempts == 0:
+                    raise
+                time.sleep(PAUSE_SECONDS)
+
+    def _start(self) -> None:
         ours, theirs = Pipe()
         try:
             with self._log.open("wb") as log:
@@ -86,7 +100,7 @@ class ChildProcess:
             if said.kind == FAILED:
                 raise ChildDiedError(said.text)
             assert said.kind == READY
-        return said.text
+        self.starts += 1
 
     def ask(self, task: str) -> Said:
         """The process's answer to a task; ChildError if there is none, and then it is started anew for the next."""

@@ -17,7 +17,7 @@ class Pace:
     """How long measurements are: seconds of GPU time that one run of a chain is to have, by at most ``most`` passes of
     it, and of steps as well; seconds after which no further run is begun."""
 
-    run_seconds: float = 1e-3
+    run_seconds: float = 2e-3
     most: int = 8
     step_seconds: float = 20e-3
     most_steps: int = 16
@@ -51,4 +51,4 @@ class Conditions:
     @property
     def _decode_positions(self) -> int:
         """That decode steps behind the context may reach."""
-        return MOST_DECODE_ROWS + self.pace.most_steps + 2
+        return MOST_DECODE_ROWS + self.pace.most_steps + 3

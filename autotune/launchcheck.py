@@ -42,6 +42,8 @@ class Probe:
     largest: dict[str, float]
     fault: str
     """What is wrong with the plan's own kernel, or nothing."""
+    device: str
+    """Where torch has the expected values."""
 
 
 def probes_of(stage: Stage, names: Sequence[str], device: str) -> Iterator[Probe]:
@@ -50,22 +52,33 @@ def probes_of(stage: Stage, names: Sequence[str], device: str) -> Iterator[Probe
     calls = {call.op: call for call in stage.calls()}
     for name in stage.walk(names):
         op = stage.op(name)
-        before = read_regions(stage.executor, stage.regions(op))
+        found_there = read_regions(stage.executor, stage.regions(op))
+        before = _cleared(stage, op, found_there)
+        write_regions(stage.executor, before)
         expected = comparison.before(op)
         with torch.device(device):
             run_op(expected, op)
         expected.weights = {}
         usual = _launched(stage, op, calls[name], before)
         found = list(comparison.after(op, expected))
-        write_regions(stage.executor, before)
+        write_regions(stage.executor, found_there)
         largest = {item.tensor: max(LARGEST, 2 * item.max) for item in found}
-        yield Probe(op, before, expected, usual, largest, _disagreement(found, largest))
+        yield Probe(op, before, expected, usual, largest, _disagreement(found, largest), device)
 
 
-def fault_of(stage: Stage, probe: Probe, call: Call, device: str) -> str:
+def _cleared(stage: Stage, op: Op, contents: Contents) -> Contents:
+    """Contents with zeros in what the op writes and does not read: a step before has left the right values there."""
+    read = {region.address for region in stage.read(op)}
+    return {
+        region: bytearray(data) if region.is_state or region.address in read else bytearray(region.bytes)
+        for region, data in contents.items()
+    }
+
+
+def fault_of(stage: Stage, probe: Probe, call: Call) -> str:
     """What is wrong with a launch in the place of the plan's, or ``""``."""
     first = _launched(stage, probe.op, call, probe.before)
-    fault = _disagreement(Comparison(stage.step, LIMIT, device).after(probe.op, probe.expected), probe.largest)
+    fault = _disagreement(Comparison(stage.step, LIMIT, probe.device).after(probe.op, probe.expected), probe.largest)
     if fault:
         return fault
     for run in range(2, RUNS + 1):
@@ -114,8 +127,9 @@ class RowPair:
 
 def row_pair(wide: Stage, single: Stage, name: str) -> RowPair:
     """From one step of the wide program's own launches."""
-    (before,) = [read_regions(wide.executor, wide.regions(wide.op(name))) for name in wide.walk((name,))]
-    return RowPair(wide, single, wide.op(name), before)
+    op = wide.op(name)
+    (before,) = [read_regions(wide.executor, wide.regions(op)) for _ in wide.walk((name,))]
+    return RowPair(wide, single, op, _cleared(wide, op, before))
 
 
 def row_fault(pair: RowPair, wide_call: Call, single_call: Call) -> str:

@@ -27,6 +27,7 @@ from lynnc.autotune.launchtime import Timer
 from lynnc.autotune.stage import Stage, begin, own_bytes, stage_of, step_columns, step_rows, with_launches
 from lynnc.autotune.trial import Outcome, Status
 from lynnc.bench.timing import Timing
+from lynnc.cost import cost, evaluate_formula
 from lynnc.errors import DeviceError, PlanError
 from lynnc.plan import Launch, Program
 from lynnc.programs import is_prefill
@@ -69,11 +70,14 @@ class Measurer:
         self.executor, self.conditions, self.say, self.torch_device = executor, conditions, say, torch_device
         device = executor.device
         flush_bytes = FLUSHED_CACHES * device.facts.l2_bytes
-        self._timer = Timer(executor, device.allocate(flush_bytes), flush_bytes, conditions.pace)
+        flush = device.allocate(flush_bytes)
+        self._timer = Timer(executor, flush, flush_bytes, conditions.pace, lambda: self.say(CANDIDATE))
         self._scratch = device.allocate(scratch_bytes(executor))
         self._steps: dict[str, Readback] = {}
         self._references: OrderedDict[Group, Reference] = OrderedDict()
         self._staged: tuple[Group, Stage] | None = None
+        self._states: dict[int, dict[str, bytearray]] = {}
+        """States of the slot behind so many tokens."""
 
     def answer(self, task: Task) -> Said:
         """The outcomes of a task; nothing but our own mistakes is raised."""
@@ -105,14 +109,13 @@ class Measurer:
                 return Outcome(Status.WRONG, reason=fault), is_spoilt
         self.say(CANDIDATE)
         chain = [call for call in stage.calls(task.variant.launches, kernels) if call.op in stage.ops]
-        timing = self._timer.chain(chain, stage.columns, task.repeats)
+        timing = self._timer.chain(chain, stage.columns, task.repeats, self._is_rotating(stage))
         return timed(timing.over(len(chain))), False
 
     def _fault(self, task: KernelTask, kernels: Mapping[str, KernelFacts], stage: Stage, reference: Reference) -> str:
-        device = self._reference_device(stage)
         calls = {call.op: call for call in stage.calls(task.variant.launches, kernels)}
         for probe in reference.probes:
-            fault = fault_of(stage, probe, calls[probe.op.name], device)
+            fault = fault_of(stage, probe, calls[probe.op.name])
             if fault:
                 return fault
         pair = reference.pair
@@ -131,21 +134,30 @@ class Measurer:
             self._staged = None
             (name, ops), *_ = group
             stage = stage_of(self._step(name), ops, self._scratch, self._columns(name))
-            begin(self.executor, self.conditions.before(name))
+            self._begin(name)
             list(stage.walk())
             self._staged = group, stage
         return self._staged[1]
 
     def _reference(self, group: Group, stage: Stage) -> Reference:
         if group not in self._references:
-            device = self._reference_device(stage)
-            begin(self.executor, self.conditions.before(stage.name))
-            probes = tuple(probes_of(stage, _probed(stage), device))
+            try:
+                probes = self._probes(stage, self._reference_device(stage))
+            except torch.OutOfMemoryError:
+                probes = self._probes(stage, "cpu")
             self._references[group] = Reference(probes, self._pair(group, stage))
             if len(self._references) > PROBES_KEPT:
                 self._references.popitem(last=False)
         self._references.move_to_end(group)
         return self._references[group]
+
+    def _probes(self, stage: Stage, device: str) -> tuple[Probe, ...]:
+        self._begin(stage.name)
+        try:
+            return tuple(probes_of(stage, _probed(stage), device))
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # the memory is the runtime's
 
     def _pair(self, group: Group, stage: Stage) -> RowPair | None:
         """The first op in the program of the stage and in its partner, behind whose memory the partner's lies."""
@@ -155,7 +167,7 @@ class Measurer:
         start = self._scratch + own_bytes(stage.step.program, stage.ops)
         partner = stage_of(self._step(name), ops, start, self._columns(name))
         single, wide = sorted((stage, partner), key=lambda side: side.step.rows)
-        begin(self.executor, self.conditions.before(wide.name))
+        self._begin(wide.name)
         return row_pair(wide, single, ops[0])
 
     def _measure_steps(self, task: StepTask, kernels: Mapping[str, KernelFacts]) -> Iterator[Outcome]:
@@ -163,7 +175,7 @@ class Measurer:
         executor, name = self.executor, task.program
         program, columns = executor.program(name), self._columns(name)
         self._staged = None
-        begin(executor, self.conditions.before(name))
+        self._begin(name)
         self.say(CANDIDATE)
         with ExitStack() as undo:
             graphs, faults = [], []
@@ -210,6 +222,22 @@ class Measurer:
     def _unload(self, key: str) -> None:
         with suppress(DeviceError):  # a lost GPU has forgotten it, and why it was lost is known already
             self.executor.device.unload_kernel(key)
+
+    def _begin(self, name: str) -> None:
+        """The slot's states behind the tokens before a step of a program: the same ones every time."""
+        behind = self.conditions.before(name)
+        if behind in self._states:
+            self.executor.memory.restore_states(self._states[behind])
+        else:
+            begin(self.executor, behind)
+            self._states[behind] = self.executor.memory.save_states()
+
+    def _is_rotating(self, stage: Stage) -> bool:
+        """Whether a pass of the stage's launches leaves nothing in the cache of what the next one reads first."""
+        graph, behind = stage.step.graph, self.conditions.before(stage.name)
+        found = [cost(graph, stage.op(op)) for op in stage.ops]
+        moved = (evaluate_formula(one.weight_bytes + one.state_bytes, stage.step.rows, behind) for one in found)
+        return sum(moved) > self._timer.flush_bytes
 
     def _step(self, name: str) -> Readback:
         if name not in self._steps:

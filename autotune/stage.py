@@ -117,6 +117,10 @@ class Stage:
         """All that an op reads and writes but weights."""
         return (*self._tensors((*op.reads, *op.writes)), *self._states(op))
 
+    def read(self, op: Op) -> tuple[Region, ...]:
+        """The tensors that it reads."""
+        return tuple(self._tensors(op.reads))
+
     def written(self, op: Op) -> tuple[Region, ...]:
         """All that it writes."""
         return (*self._tensors(op.writes), *self._states(op))
@@ -187,7 +191,7 @@ def begin(executor: Executor, behind: int) -> None:
     if tokens and prefill_programs(names):
         executor.prefill(tokens)
         return
-    size = min((rows for rows in map(program_rows, names) if rows), default=1)
+    size = max((rows for rows in map(program_rows, names) if rows), default=1)
     for first in range(0, behind, size):
         rows = rows_of(tokens[first : first + size], first)
         executor.step([*rows, *[PADDING_ROW] * (size - len(rows))])

@@ -91,6 +91,10 @@ class Launched:
     before: int
     launch: Launch
 
+    def integer(self, parameter: str) -> int:
+        """An argument that is no address."""
+        return self.call.values[[argument.parameter for argument in self.launch.args].index(parameter)]
+
     def bytes_of(self, parameter: str, count: int) -> memoryview:
         """The first bytes of an argument's memory."""
         index = [argument.parameter for argument in self.launch.args].index(parameter)
@@ -143,8 +147,8 @@ class Runner:
 
 
 def _has_integers(arguments: Sequence[Argument], call: Call, rows: int, context: int) -> bool:
-    pairs = [(argument.value, value) for argument, value in zip(arguments, call.values) if argument.kind == "value"]
-    return all(evaluate(size, rows, context) == value for size, value in pairs)
+    pairs = zip(arguments, call.values, strict=False)  # hidden parameters stand behind
+    return all(evaluate(arg.value, rows, context) == value for arg, value in pairs if arg.kind == "value")
 
 
 @dataclass
