@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from lynnc.artifact import digest
 from lynnc.autotune.bounds import least_bound
@@ -28,11 +29,13 @@ from lynnc.autotune.studies import KnobStudy, Run
 from lynnc.autotune.sweep import Finding, Sweep
 from lynnc.autotune.trial import Bench, Outcome, Status
 from lynnc.deviceidentity import Identity
-from lynnc.records import Records, best_record
+from lynnc.records import Records, legal_records
 from lynnc.render import template_digest
 from lynnc.tools import find_tools
 
 NOT_REACHED = Outcome(Status.REFUSED, reason="the budget did not reach it")
+MOST_RECORDS = 3
+"""Records of a problem, or of near ones, that are in the race; outdated ones too."""
 RACING = 0.5
 """Part of the time after the search for races; the rest is for whole steps."""
 
@@ -69,8 +72,8 @@ class Tuner:
             if not allowance.is_left():
                 return
             search = Search(task, self.study(task), self._bench, self._setting)
-            match = best_record(records, task.kernel, task.problem, target)
-            search.offer_known([match.record.knobs] if match else [])
+            known = islice(legal_records(records, task.kernel, task.problem, target), MOST_RECORDS)
+            search.offer_known([match.record.knobs for match in known])
             search.run(allowance, budget, say)
 
     def conclude(self, budget: Budget, about: About) -> Sweep:
