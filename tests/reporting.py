@@ -15,8 +15,6 @@ from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 
-from lynnc.autotune.sweep import Finding, StepFinding, Sweep, Tried
-from lynnc.autotune.trial import Outcome, Status
 from lynnc.bench.records import Record, Setting
 from lynnc.bench.timing import Timing
 from lynnc.compiler import Request, assemble_plan, lower_programs
@@ -24,6 +22,7 @@ from lynnc.modelfile import load_model
 from lynnc.plan import Options, Plan
 from lynnc.planfile import sealed
 from lynnc.report.kernels import layerless
+from lynnc.report.tuning import SCHEMA, KernelStudy, StepStudy, TrialRow, TuneSummary
 from lynnc.target import find_device
 
 VOID = {"br", "hr", "img", "input", "link", "meta"}
@@ -83,47 +82,47 @@ def write_records(path: Path, records: Sequence[Record]) -> Path:
     return path
 
 
-def sweep_for(plan: Plan, reason: str = "row 3 differs") -> Sweep:
+def summary_for(plan: Plan, reason: str = "row 3 differs") -> TuneSummary:
     """A tuning run with candidates of every kind; times are made up."""
     outcomes = (
-        timed(5.8),
-        timed(5.2),
-        Outcome(Status.REFUSED, reason="shared memory 300000 > 232448"),
-        Outcome(Status.REFUSED, reason="shared memory 400000 > 232448"),
-        Outcome(Status.WRONG, reason=reason),
-        timed(5.5),
-        Outcome(Status.HUNG, reason="no answer within 5 s"),
-        timed(5.0),
+        ("timed", 5.8e-6, ""),
+        ("timed", 5.2e-6, ""),
+        ("wrong", 0.0, reason),
+        ("timed", 5.5e-6, ""),
+        ("hung", 0.0, "no answer within 5 s"),
+        ("timed", 5.0e-6, ""),
     )
-    tried = tuple(
-        Tried(number, {"BLOCK_N": (8, 16)[number % 2], "num_warps": (2, 4, 8)[number % 3]}, outcome, "tpe")
-        for number, outcome in enumerate(outcomes)
+    trials = tuple(
+        TrialRow(number, status, seconds, {"BLOCK_N": (8, 16)[number % 2], "num_warps": (2, 4, 8)[number % 3]}, why)
+        for number, (status, seconds, why) in enumerate(outcomes)
     )
-    linear = Finding(
-        kernel="linear",
+    linear = KernelStudy(
         program="decode/1",
-        programs=("decode/1", "decode/4"),
+        kernel="linear",
         problem={"k": 2048, "n": 12352},
         launches=30,
-        share=0.2,
-        bound_seconds=4.1e-6,
+        default_seconds=5.8e-6,
+        best_seconds=5.0e-6,
         default_knobs={"BLOCK_N": 8, "num_warps": 2},
-        knobs={"BLOCK_N": 16, "num_warps": 4},
-        default=timed(5.8),
-        best=timed(5.0),
-        verdict="confirmed in the whole step",
-        tried=tried,
-        importances={"BLOCK_N": 0.75, "num_warps": 0.25},
+        best_knobs={"BLOCK_N": 16, "num_warps": 4},
+        refused={"shared memory 300000 > 232448": 2, "shared memory 400000 > 232448": 1},
+        trials=trials,
+        importance={"BLOCK_N": 0.75, "num_warps": 0.25},
     )
-    missed = Outcome(Status.REFUSED, reason="the budget did not reach it")
-    embed = Finding("embed", "decode/1", ("decode/1",), {}, 1, 0.01, 1e-6, {}, {}, missed, missed, missed.reason)
-    steps = (StepFinding("decode/1", timed(979.0), timed(950.0)),)
-    return Sweep("h200-1", plan.model_name, "h200", False, 583.0, {"budget": "10m", "seed": 0}, (embed, linear), steps)
-
-
-def timed(microseconds: float) -> Outcome:
-    seconds = microseconds * 1e-6
-    return Outcome(Status.TIMED, seconds, seconds * 0.99, seconds * 1.01, 20)
+    embed = KernelStudy("decode/1", "embed", {}, 1, 1e-6, 1e-6, {}, {}, {}, (), {})
+    return TuneSummary(
+        schema=SCHEMA,
+        lynnc=plan.lynnc,
+        model=plan.model_name,
+        device="h200",
+        gpu="NVIDIA H200",
+        seed=7,
+        budget="10m",
+        seconds=583.0,
+        is_simulated=False,
+        steps=(StepStudy("decode/1", CONTEXT, 979e-6, 950e-6),),
+        kernels=(embed, linear),
+    )
 
 
 @dataclass

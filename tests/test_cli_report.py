@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from reporting import plan_without_code, read_page, records_for, sweep_for, write_records
+from reporting import plan_without_code, read_page, records_for, summary_for, write_records
 
 from lynnc.cli.main import cli
 from lynnc.plan import Plan
@@ -50,7 +50,7 @@ def files(tmp_path: Path) -> Files:
     found = Files(tmp_path / "tiny.plan", tmp_path / "bench.json", tmp_path / "tune.json", tmp_path / "report.html")
     save_plan(plan_without_code("tiny-moe"), {}, found.plan)
     write_records(found.bench, records_for(found.loaded))
-    found.tune.write_text(json.dumps(sweep_for(found.loaded).to_json()))
+    found.tune.write_text(json.dumps(asdict(summary_for(found.loaded))))
     return found
 
 
@@ -96,7 +96,7 @@ def test_figures_of_another_device_of_the_target(files: Files) -> None:
 
 @dataclass(frozen=True)
 class Bad:
-    """Input that is refused: a change of the JSON of records or sweep, and words of the sentence."""
+    """Input that is refused: a change of the JSON of records or summary, and words of the sentence."""
 
     name: str
     change: Callable[[Json], Json]
@@ -147,19 +147,21 @@ BAD_RECORDS = (
     Bad("other target", of_each(lambda r: r["device"].update(capability=120)), ("is no sm_90", MEASURE)),
 )
 TUNED = "lynnc tune"
-BAD_SWEEPS = (
+BAD_SUMMARIES = (
     Bad("schema", of("schema", 99), ("its schema is 99", TUNED)),
-    Bad("list", lambda sweep: [sweep], ("its schema is None", TUNED)),
+    Bad("list", lambda summary: [summary], ("its schema is None", TUNED)),
     Bad("model", of("model", "qwen3.5-9b"), ("is of qwen3.5-9b on h200", "tiny-moe for sm_90")),
     Bad("device", of("device", "spark"), ("on spark (sm_121)", "tiny-moe for sm_90")),
-    Bad("field", of("findings.0.extra", 1), ("Finding has other fields: extra", TUNED)),
-    Bad("text", of("findings.1.launches", "30"), ("int was expected, not '30'", TUNED)),
-    Bad("status", of("findings.1.tried.0.outcome.status", "lost"), ("'lost' is not a valid Status", TUNED)),
-    Bad("time", of("findings.1.best.seconds", 0.0), ("linear of decode/1 is timed, but 0.0 is no time", TUNED)),
-    Bad("trial", of("findings.1.tried.0.outcome.seconds", float("inf")), ("a candidate for linear", "inf", TUNED)),
-    Bad("launches", of("findings.1.launches", 0), ("has 0 launches", TUNED)),
-    Bad("step", of("steps.0.tuned.seconds", float("nan")), ("the step decode/1", TUNED)),
-    Bad("importance", of("findings.1.importances.BLOCK_N", float("nan")), ("no number", TUNED)),
+    Bad("unknown device", of("device", "h20"), ("Unknown device", TUNED)),
+    Bad("field", of("kernels.0.extra", 1), ("KernelStudy has other fields: extra", TUNED)),
+    Bad("text", of("kernels.1.launches", "30"), ("int was expected, not '30'", TUNED)),
+    Bad("status", of("kernels.1.trials.0.status", "lost"), ("trial 0 of linear", "unknown status 'lost'", TUNED)),
+    Bad("time", of("kernels.1.best_seconds", 0.0), ("linear of decode/1 has a time", TUNED)),
+    Bad("trial", of("kernels.1.trials.0.seconds", float("inf")), ("trial 0 of linear", "inf is no time", TUNED)),
+    Bad("launches", of("kernels.1.launches", 0), ("a number of launches that is not above 0", TUNED)),
+    Bad("refused", of("kernels.1.refused.x", -1), ("negative number of refusals", TUNED)),
+    Bad("step", of("steps.0.best_seconds", float("nan")), ("the step decode/1", TUNED)),
+    Bad("importance", of("kernels.1.importance.BLOCK_N", float("nan")), ("no number", TUNED)),
     Bad("run", of("seconds", float("inf")), ("the run took inf s", TUNED)),
 )
 
@@ -172,8 +174,8 @@ def test_records_that_do_not_fit(case: Bad, files: Files) -> None:
     assert not files.page.exists()
 
 
-@pytest.mark.parametrize("case", BAD_SWEEPS, ids=lambda case: case.name)
-def test_sweeps_that_do_not_fit(case: Bad, files: Files) -> None:
+@pytest.mark.parametrize("case", BAD_SUMMARIES, ids=lambda case: case.name)
+def test_summaries_that_do_not_fit(case: Bad, files: Files) -> None:
     files.tune.write_text(json.dumps(case.change(json.loads(files.tune.read_text()))))
     line = complaint(report(files.plan, "--tune", files.tune, "-o", files.page))
     assert "tune.json" in line and all(words in line for words in case.words), line
@@ -195,7 +197,7 @@ def test_files_that_are_not_there(option: str, files: Files) -> None:
     assert "report.gone cannot be read (No such file or directory)" in line
 
 
-def test_records_of_another_file_are_no_sweep_and_the_other_way(files: Files) -> None:
+def test_records_of_another_file_are_no_summary_and_the_other_way(files: Files) -> None:
     assert "no tuning summary" in complaint(report(files.plan, "--tune", files.bench, "-o", files.page))
     assert "not a list of records" in complaint(report(files.plan, "--bench", files.tune, "-o", files.page))
 

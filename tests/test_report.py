@@ -20,7 +20,7 @@ from reporting import (
     plan_without_code,
     read_page,
     records_for,
-    sweep_for,
+    summary_for,
     write_records,
 )
 
@@ -52,7 +52,7 @@ def full_report() -> Report:
     plan = large_plan()
     with TemporaryDirectory() as folder:
         measured = read_measurements([write_records(Path(folder) / "h200.json", records_for(plan))], plan)
-    return make_report(plan, Sources(H200, measured=measured, tuning=sweep_for(plan)))
+    return make_report(plan, Sources(H200, measured=measured, tuning=summary_for(plan)))
 
 
 @cache
@@ -147,8 +147,8 @@ def test_same_report_gives_the_same_bytes() -> None:
 
 def test_text_from_files_is_escaped() -> None:
     plan = small_plan()
-    sweep = sweep_for(plan, reason="<script>alert(1)</script>")
-    page = read_page(render_page(make_report(plan, Sources(H200, tuning=sweep))))
+    summary = summary_for(plan, reason="<script>alert(1)</script>")
+    page = read_page(render_page(make_report(plan, Sources(H200, tuning=summary))))
     assert not page.root.find("script") and "<script>alert(1)</script>" in page.by_id("tuning").text
 
 
@@ -353,19 +353,27 @@ def test_memory_is_what_the_runtime_counts() -> None:
 
 
 def test_tuning_shows_what_was_tried_and_gained() -> None:
-    page, sweep = full_page(), sweep_for(large_plan())
+    page = full_page()
     (step,) = page.table("tuning-steps")
-    assert step == ["decode/1", "979.00 µs", "950.00 µs", percent(1 - 950 / 979)]
+    assert step == ["decode/1", "128", "979.00 µs", "950.00 µs", f"{979 / 950:.3f}×"]
     linear, embed = page.table("tuning-gains")
-    assert linear[0] == "linear" and linear[5:7] == ["5.80 µs", "5.00 µs"]
-    assert linear[3] == percent(1 - 5.0 / 5.8) and linear[7] == time_text(30 * 0.8e-6)
-    assert linear[8:] == ["4", "2", "2"] and embed[3] == "not raced"
+    assert linear[:3] == ["linear", "decode/1", "k=2048 n=12352"] and linear[3] == f"{5.8 / 5.0:.3f}×"
+    assert linear[4:] == ["5.80 µs", "5.00 µs", time_text(30 * 0.8e-6), "6", "2", "3"]
+    assert embed[3] == "1.000×" and embed[6] == "–"
     counts = dict(zip(page.headings("tuning-counts"), page.table("tuning-counts")[0], strict=True))
-    expected = {"timed": "4", "refused": "2", "not compiled": "0", "wrong": "1", "crashed": "0", "hung": "1"}
+    expected = {"timed": "4", "refused": "3", "not compiled": "0", "wrong": "1", "crashed": "0", "hung": "1"}
     assert counts == expected
     text = page.by_id("tuning").text
-    assert "BLOCK_N 8 → 16" in text and "refused: shared memory N > N" in text and "wrong: row 3 differs" in text
-    assert f"Verdict: {sweep.findings[1].verdict}" in text
+    assert "Measured on NVIDIA H200. Seed 7, budget 10m, 583 s spent" in text
+    assert "BLOCK_N 8 → 16" in text and "refused: shared memory N > N3" in text and "wrong: row N differs1" in text
+    assert "The default stays." in text
+
+
+def test_a_simulated_run_is_called_one() -> None:
+    plan = small_plan()
+    summary = replace(summary_for(plan), is_simulated=True)
+    page = read_page(render_page(make_report(plan, Sources(H200, tuning=summary))))
+    assert "Simulated for h200" in page.by_id("tuning").text and "Measured on" not in page.by_id("tuning").text
 
 
 def test_history_falls_to_the_best_and_slices_have_every_candidate() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reporting import CONTEXT, large_plan, records_for, sweep_for, write_records
+from reporting import CONTEXT, large_plan, records_for, summary_for, write_records
 
 from lynnc.report.contents import Sources, make_report
 from lynnc.report.measured import read_measurements
@@ -19,12 +19,9 @@ from lynnc.target import find_device
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install -e '.[test]'")
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = [
-    pytest.mark.skipif(
-        not BROWSER or not DRIVER, reason="Chromium is not installed: apt-get install chromium chromium-driver"
-    ),
-    pytest.mark.xdist_group("browser"),
-]
+pytestmark = pytest.mark.skipif(
+    not BROWSER or not DRIVER, reason="Chromium is not installed: apt-get install chromium chromium-driver"
+)
 
 WIDE, NARROW = 1280, 360
 LEAST_CONTRAST = 4.5
@@ -59,7 +56,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page with everything that one can show."""
     plan, folder = large_plan(), tmp_path_factory.mktemp("page")
     measured = read_measurements([write_records(folder / "bench.json", records_for(plan))], plan)
-    report = make_report(plan, Sources(find_device("h200"), measured=measured, tuning=sweep_for(plan)))
+    report = make_report(plan, Sources(find_device("h200"), measured=measured, tuning=summary_for(plan)))
     path = folder / "report.html"
     path.write_text(render_page(report), "utf-8")
     return path

@@ -19,7 +19,7 @@ from lynnc.plan import Plan
 from lynnc.report.contents import USUAL_CONTEXT, Sources, make_report
 from lynnc.report.measured import Measurements, read_measurements
 from lynnc.report.page import render_page
-from lynnc.report.tuning import read_sweep
+from lynnc.report.tuning import read_summary
 from lynnc.target import Device, find_target
 
 
@@ -77,7 +77,7 @@ def run(arguments: Arguments) -> None:
             f"{arguments.subject} is a model: run `lynnc compile {arguments.subject} --device NAME` and name the plan."
         )
     measured = read_measurements(arguments.bench, plan) if arguments.bench else None
-    tuning = read_sweep(arguments.tune, plan) if arguments.tune else None
+    tuning = read_summary(arguments.tune, plan) if arguments.tune else None
     device = _device(plan, arguments, measured)
     report = make_report(plan, Sources(device, arguments.context, measured, tuning))
     if report.left_out:

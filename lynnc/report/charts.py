@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lynnc.autotune.sweep import Tried
 from lynnc.report.layers import LayerRow
 from lynnc.report.svg import Chart, Linear, Shape, circle, line, polyline, rect, words
-from lynnc.report.tuning import Study
-from lynnc.report.wording import pairs_text, time_text
+from lynnc.report.tuning import KernelStudy, TrialRow
+from lynnc.report.wording import time_text
 
 WIDTH, HEIGHT = 860, 240
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 16, 40
@@ -54,68 +53,71 @@ def _time_scale(times: Sequence[float], height: int) -> Linear:
     return Linear(max(low - margin, 0.0), high + margin, height - BOTTOM, TOP)
 
 
-def history_chart(name: str, study: Study) -> Chart:
+def history_chart(name: str, study: KernelStudy) -> Chart:
     """The time of each candidate in the order in which they were tried, and the best so far."""
-    timed, finding = study.timed, study.finding
-    times = [tried.outcome.seconds * 1e6 for tried in timed]
-    if finding.default.is_timed:
-        times.append(finding.default.seconds * 1e6)
-    x = Linear(-0.5, max(tried.number for tried in finding.tried) + 0.5, LEFT, WIDTH - RIGHT)
+    timed = study.timed
+    times = [trial.seconds * 1e6 for trial in timed] + [study.default_seconds * 1e6, study.best_seconds * 1e6]
+    x = Linear(-0.5, max(trial.number for trial in study.trials) + 0.5, LEFT, WIDTH - RIGHT)
     y = _time_scale(times, HEIGHT)
     shapes = [*_grid(y, "µs", "{:g}")]
     shapes += [words("tick middle", x(tick), HEIGHT - BOTTOM + 16, f"{tick:.0f}") for tick in x.ticks(8) if tick >= 0]
     shapes.append(words("axis middle", (WIDTH + LEFT) / 2, HEIGHT - 6, "candidate"))
-    shapes += [_dot(x(tried.number), y(tried.outcome.seconds * 1e6), tried) for tried in timed]
-    if finding.default.is_timed:
-        default = y(finding.default.seconds * 1e6)
-        shapes.append(line("default", LEFT, default, WIDTH - RIGHT, default))
-        shapes.append(words("note end", WIDTH - RIGHT - 2, default - 5, "default, in the race"))
-    corners = best_so_far(study)
-    shapes.append(polyline("best", tuple((x(number), y(best * 1e6)) for number, best in corners)))
-    about = f"{len(timed)} candidates were timed; the fastest took {time_text(corners[-1][1])}."
-    return Chart(f"{name}-history", f"Candidates of {finding.kernel}", about, WIDTH, HEIGHT, tuple(shapes))
+    default = y(study.default_seconds * 1e6)
+    shapes += [
+        line("default", LEFT, default, WIDTH - RIGHT, default),
+        words("note end", WIDTH - RIGHT - 2, default - 5, "default"),
+    ]
+    shapes += [circle("trial", x(trial.number), y(trial.seconds * 1e6), 3.5, _trial_title(trial)) for trial in timed]
+    shapes.append(polyline("best", tuple((x(number), y(best * 1e6)) for number, best in best_so_far(study))))
+    about = (
+        f"{len(timed)} candidates were timed; the best takes {time_text(study.best_seconds)}, "
+        f"the default {time_text(study.default_seconds)}."
+    )
+    return Chart(f"{name}-history", f"Trials of {study.kernel}", about, WIDTH, HEIGHT, tuple(shapes))
 
 
-def best_so_far(study: Study) -> tuple[tuple[float, float], ...]:
-    """Corners of the stair from the first candidate that was timed to the last one tried."""
+def best_so_far(study: KernelStudy) -> tuple[tuple[float, float], ...]:
+    """Corners of the stair from the first timed trial to the last trial."""
     corners: list[tuple[float, float]] = []
-    for tried in study.timed:
-        if not corners or tried.outcome.seconds < corners[-1][1]:
-            corners += [(tried.number, corners[-1][1])] if corners else []
-            corners.append((tried.number, tried.outcome.seconds))
+    for trial in study.timed:
+        if not corners or trial.seconds < corners[-1][1]:
+            corners += [(trial.number, corners[-1][1])] if corners else []
+            corners.append((trial.number, trial.seconds))
     if corners:
-        corners.append((max(tried.number for tried in study.finding.tried), corners[-1][1]))
+        corners.append((study.trials[-1].number, corners[-1][1]))
     return tuple(corners)
 
 
-def slice_charts(name: str, study: Study) -> tuple[Chart, ...]:
-    """For each knob that took several values, the times by its value; the knobs that matter most first."""
-    finding = study.finding
-    knobs = [knob for knob in finding.default_knobs if len(_values(study, knob)) > 1]
-    knobs.sort(key=lambda knob: -finding.importances.get(knob, 0.0))
+def slice_charts(name: str, study: KernelStudy) -> tuple[Chart, ...]:
+    """For each knob that took several values, the times by its value."""
+    knobs = [knob for knob in study.default_knobs if len(_values(study, knob)) > 1]
+    knobs.sort(key=lambda knob: -study.importance.get(knob, 0.0))
     return tuple(_slice_chart(name, study, knob) for knob in knobs)
 
 
-def _values(study: Study, knob: str) -> tuple[int, ...]:
-    return tuple(sorted({tried.knobs[knob] for tried in study.timed if knob in tried.knobs}))
+def _values(study: KernelStudy, knob: str) -> tuple[int, ...]:
+    return tuple(sorted({trial.knobs[knob] for trial in study.timed if knob in trial.knobs}))
 
 
-def _slice_chart(name: str, study: Study, knob: str) -> Chart:
+def _slice_chart(name: str, study: KernelStudy, knob: str) -> Chart:
     values = _values(study, knob)
-    shown = [tried for tried in study.timed if knob in tried.knobs]
     x = Linear(-0.5, len(values) - 0.5, LEFT, SLICE_WIDTH - RIGHT)
-    y = _time_scale([tried.outcome.seconds * 1e6 for tried in shown], SLICE_HEIGHT)
+    y = _time_scale([trial.seconds * 1e6 for trial in study.timed], SLICE_HEIGHT)
     shapes = [*_grid(y, "µs", "{:g}", SLICE_WIDTH)]
     shapes += [
         words("tick middle", x(place), SLICE_HEIGHT - BOTTOM + 16, str(value)) for place, value in enumerate(values)
     ]
     shapes.append(words("axis middle", (SLICE_WIDTH + LEFT) / 2, SLICE_HEIGHT - 6, knob))
-    shapes += [_dot(x(values.index(tried.knobs[knob])), y(tried.outcome.seconds * 1e6), tried) for tried in shown]
-    best = {value: min(one.outcome.seconds for one in shown if one.knobs[knob] == value) for value in values}
+    shapes += [
+        circle("trial", x(values.index(trial.knobs[knob])), y(trial.seconds * 1e6), 3.5, _trial_title(trial))
+        for trial in study.timed
+        if knob in trial.knobs
+    ]
+    best = {value: min(t.seconds for t in study.timed if t.knobs.get(knob) == value) for value in values}
     about = "Best by value: " + ", ".join(f"{value}: {time_text(seconds)}" for value, seconds in best.items()) + "."
     return Chart(f"{name}-slice-{knob}", f"Times by {knob}", about, SLICE_WIDTH, SLICE_HEIGHT, tuple(shapes))
 
 
-def _dot(x: float, y: float, tried: Tried) -> Shape:
-    title = f"candidate {tried.number}: {time_text(tried.outcome.seconds)} ({pairs_text(tried.knobs)})"
-    return circle("trial", x, y, 3.5, title)
+def _trial_title(trial: TrialRow) -> str:
+    knobs = ", ".join(f"{knob}={value}" for knob, value in trial.knobs.items())
+    return f"trial {trial.number}: {time_text(trial.seconds)} ({knobs})"

@@ -10,10 +10,9 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lynnc.autotune.sweep import Sweep
 from lynnc.compiler import model_of
 from lynnc.plan import Plan
 from lynnc.report.charts import history_chart, layers_chart, slice_charts
@@ -26,7 +25,7 @@ from lynnc.report.memory import MemoryRow, memory_rows
 from lynnc.report.roofline import roofline_chart
 from lynnc.report.svg import Chart
 from lynnc.report.tokentime import TimeRow, decode_rows, prompt_rows
-from lynnc.report.tuning import Study, counts_of, studies_of
+from lynnc.report.tuning import KernelStudy, TuneSummary
 from lynnc.summary import mixers
 from lynnc.target import Device
 
@@ -41,7 +40,7 @@ class Sources:
     device: Device
     context: int | None = None
     measured: Measurements | None = None
-    tuning: Sweep | None = None
+    tuning: TuneSummary | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class ProgramPart:
 class StudyPart:
     """One kernel of a tuning run with its plots."""
 
-    study: Study
+    study: KernelStudy
     history: Chart | None
     slices: tuple[Chart, ...]
 
@@ -101,7 +100,7 @@ class Report:
     @property
     def candidates(self) -> Mapping[str, int]:
         """Candidates of the tuning run by what became of them."""
-        return counts_of(self.sources.tuning) if self.sources.tuning else {}
+        return self.sources.tuning.counts if self.sources.tuning else {}
 
     @property
     def first_token(self) -> TimeRow | None:
@@ -125,7 +124,7 @@ def make_report(plan: Plan, sources: Sources) -> Report:
         decode=decode_rows(programs, context, measured),
         prompts=prompt_rows(programs, measured),
         memory=memory_rows(plan, context),
-        studies=_study_parts(sources.tuning) if sources.tuning else (),
+        studies=_study_parts(sources.tuning.kernels if sources.tuning else ()),
         left_out=left_out,
     )
 
@@ -147,12 +146,14 @@ def _program_part(plan: Plan, costed: CostedProgram, context: int, measured: Mea
     )
 
 
-def _study_parts(sweep: Sweep) -> tuple[StudyPart, ...]:
+def _study_parts(studies: Sequence[KernelStudy]) -> tuple[StudyPart, ...]:
+    """The kernels that save the most first."""
+    ordered = sorted(studies, key=lambda study: -study.saved_s)
     return tuple(
         StudyPart(
             study=study,
             history=history_chart(f"study-{number}", study) if study.timed else None,
             slices=slice_charts(f"study-{number}", study),
         )
-        for number, study in enumerate(studies_of(sweep), start=1)
+        for number, study in enumerate(ordered, start=1)
     )
