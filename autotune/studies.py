@@ -18,6 +18,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import random
+import re
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -42,8 +45,18 @@ STARTUP_TRIALS = 16
 """Candidates drawn at random before the sampler learns from them."""
 HALVING = 2
 """One of so many goes on to more repeats."""
-DRIVERS = {"postgresql": "psycopg2-binary", "mysql": "PyMySQL"}
-"""Packages that SQLAlchemy speaks to a server through, by the head of its URL."""
+OPENING_ATTEMPTS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """What SQLAlchemy speaks to a server through: its module, and the package that brings it."""
+
+    module: str
+    package: str
+
+
+DRIVERS = {"postgresql": Driver("psycopg", "'psycopg[binary]'"), "mysql": Driver("pymysql", "PyMySQL")}
 DATABASES = ("sqlite", "postgresql", "mysql")
 Params = Mapping[str, int]
 
@@ -92,8 +105,8 @@ def _open_journal(path: Path) -> BaseStorage:
 
 
 def _with_driver(url: str) -> str:
-    """MySQL's usual driver needs a compiler to install; PyMySQL does not."""
-    return url.replace("mysql://", "mysql+pymysql://", 1)
+    """The same URL with a driver that needs no compiler to install, unless it names one."""
+    return re.sub(r"^(postgresql|mysql)://", lambda found: f"{found[1]}+{DRIVERS[found[1]].module}://", url)
 
 
 def _open_database(url: str, kind: str) -> BaseStorage:
@@ -102,22 +115,32 @@ def _open_database(url: str, kind: str) -> BaseStorage:
         from sqlalchemy.exc import SQLAlchemyError
     except ModuleNotFoundError as error:
         raise OptionError(f"--storage {shown} needs the package sqlalchemy: run `pip install sqlalchemy`.") from error
-    try:
-        with _no_warnings():
-            return RDBStorage(
-                url,
-                heartbeat_interval=HEARTBEAT_SECONDS,
-                grace_period=LOST_AFTER_SECONDS,
-                heartbeat_stale_trial_callback=_replace_lost,
-            )
-    except ImportError as error:
-        package = DRIVERS.get(kind, "a driver")
-        raise OptionError(
-            f"--storage {shown} needs a driver that is not installed ({error}): run `pip install {package}`."
-        ) from error
-    except SQLAlchemyError as error:
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
-        raise OptionError(f"--storage {shown} cannot be opened ({reason}): check the URL and the server.") from error
+    for attempt in range(OPENING_ATTEMPTS):
+        try:
+            return _database(url)
+        except ImportError as error:
+            package = DRIVERS[kind].package if kind in DRIVERS else "a driver"
+            raise OptionError(
+                f"--storage {shown} needs a driver that is not installed ({error}): run `pip install {package}`."
+            ) from error
+        except SQLAlchemyError as error:
+            # Workers that begin together make the tables together, and all but one fail.
+            if "already exists" in str(error) and attempt + 1 < OPENING_ATTEMPTS:
+                time.sleep(random.uniform(0.2, 1.0))
+                continue
+            why = str(error.__cause__ or error).strip().splitlines()[0]
+            raise OptionError(f"--storage {shown} cannot be opened ({why}): check the URL and the server.") from error
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _database(url: str) -> RDBStorage:
+    with _no_warnings():
+        return RDBStorage(
+            url,
+            heartbeat_interval=HEARTBEAT_SECONDS,
+            grace_period=LOST_AFTER_SECONDS,
+            heartbeat_stale_trial_callback=_replace_lost,
+        )
 
 
 def _without_password(url: str) -> str:

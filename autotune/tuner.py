@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from lynnc.artifact import digest
@@ -87,6 +87,7 @@ class Tuner:
                 races.append(run_race(task, study, self._bench, self._setting.device))
         confirmation = confirm(races, self._bench, lambda: budget.seconds_left > 0)
         by_key = {race.task.key: race for race in races}
+        findings = [self._finding(task, by_key.get(task.key), confirmation) for task in self.tasks]
         return Sweep(
             run=self._run.name,
             model=about.model,
@@ -94,7 +95,7 @@ class Tuner:
             is_simulated=about.is_simulated,
             seconds=budget.seconds_spent,
             settings=dict(about.settings),
-            findings=tuple(self._finding(task, by_key.get(task.key), confirmation) for task in self.tasks),
+            findings=tuple(found if not about.is_simulated else _predicted(found) for found in findings),
             steps=confirmation.steps,
         )
 
@@ -117,6 +118,11 @@ class Tuner:
             tried=study.tried(),
             importances=study.importances(),
         )
+
+
+def _predicted(found: Finding) -> Finding:
+    """A finding whose verdict says that nothing was run."""
+    return replace(found, verdict=f"{found.verdict}, by prediction alone") if found.is_raced else found
 
 
 def study_digest(task: Task, identity: Identity) -> str:

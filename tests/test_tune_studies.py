@@ -29,7 +29,17 @@ TIMED = Outcome(Status.TIMED, 2e-6, 1.9e-6, 2.1e-6, 5)
 
 def start_worker(storage: str, study: str, seed: int, trials: int, seconds: float = 0.02) -> subprocess.Popen[str]:
     command = [sys.executable, str(HERE / "tuning_worker.py"), storage, study, str(seed), str(trials), str(seconds)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def begin(*workers: subprocess.Popen[str]) -> None:
+    """Lets workers go once all of them are ready."""
+    for worker in workers:
+        assert worker.stdout and worker.stdout.readline() == "ready\n"
+    for worker in workers:
+        assert worker.stdin
+        worker.stdin.write("\n")
+        worker.stdin.flush()
 
 
 def kill_after(worker: subprocess.Popen[str], lines: int) -> list[int]:
@@ -134,6 +144,7 @@ def test_a_database_notices_silence(tmp_path, monkeypatch):
 
 def test_a_killed_run_goes_on_and_has_lost_nothing_finished(storage):
     worker = start_worker(storage, "killed", seed=1, trials=500)
+    begin(worker)
     numbers = kill_after(worker, lines=12)
     made = rig(storage, "killed", seed=2)
     tuner = made.tuner()
@@ -178,7 +189,7 @@ def test_another_template_or_device_begins_a_study_of_its_own(monkeypatch):
     [
         ("redis://host", "give a file, or a URL of sqlite, postgresql, mysql"),
         ("mysql://u:secret@127.0.0.1/x", "pip install PyMySQL"),
-        ("postgresql://u:secret@127.0.0.1:1/x", "cannot be opened"),
+        ("postgresql://u:secret@127.0.0.1:1/x", "cannot be opened|pip install 'psycopg"),
         ("/proc/no/such/folder/journal", "cannot be used as a journal"),
     ],
 )
@@ -191,10 +202,11 @@ def test_storages_that_cannot_be_opened_say_why(text, message, monkeypatch):
 
 @pytest.mark.skipif(not find_program("initdb"), reason="Debian's package postgresql is not installed")
 def test_workers_share_a_postgresql_server_and_one_that_is_killed_loses_one_trial():
-    pytest.importorskip("psycopg2", reason="the driver of the extra postgresql is not installed")
+    pytest.importorskip("psycopg", reason="the driver of the extra postgresql is not installed")
     with server() as url:
-        workers = [start_worker(url, "fleet", seed, trials=40, seconds=0.03) for seed in (1, 2, 3)]
+        workers = [start_worker(url, "fleet", seed, trials=25, seconds=0.03) for seed in (1, 2, 3)]
         victim = start_worker(url, "fleet", seed=4, trials=400, seconds=0.03)
+        begin(*workers, victim)
         numbers = kill_after(victim, lines=5)
         spoken = [worker.communicate()[0].split() for worker in workers]
         assert [worker.returncode for worker in workers] == [0, 0, 0]

@@ -1,6 +1,7 @@
 """A worker process on a made-up device, for tests: ``tuning_worker.py STORAGE STUDY SEED TRIALS SECONDS``.
 
-Prints a line for every candidate that it has finished, and its number at the end.
+Says ``ready`` and waits for a line, so that several begin together; then prints the number of every candidate that it
+has finished, and how many they were.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ def rig(storage: str, study: str, seed: int = 0, seconds: float = 0.0) -> Rig:
 def main() -> None:
     storage, study, seed, trials, seconds = sys.argv[1:]
     made = rig(storage, study, int(seed), float(seconds))
-    budget = made.budget(trials=int(trials))
-    made.tuner(ahead=3).search(budget, Records(), lambda task, tried: print(tried.number, flush=True))
+    tuner, budget = made.tuner(ahead=3), made.budget(trials=int(trials))
+    print("ready", flush=True)
+    sys.stdin.readline()
+    tuner.search(budget, Records(), lambda task, tried: print(tried.number, flush=True))
     print("done", budget.spent, flush=True)
 
 
