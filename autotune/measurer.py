@@ -37,11 +37,11 @@ from lynnc.runtime.device import Call, KernelFacts
 from lynnc.runtime.executor import Executor
 from lynnc.runtime.rows import Columns
 
-PROBES_KEPT = 8
-"""Kernels whose references are kept: those of long prompts take some hundred MB of the host's memory each."""
+KEPT_BYTES = 2 << 30
+"""Of references in the host's memory: those of a long prompt's kernel take some hundred MB."""
 FLUSHED_CACHES = 2
 """L2 caches' worth of memory that is overwritten before a run."""
-REFERENCE_SHARE = 4
+REFERENCE_SHARE = 8
 """Free memory of the GPU over the FP32 weights of a launch from which on its reference is computed there."""
 
 
@@ -51,6 +51,11 @@ class Reference:
 
     probes: tuple[Probe, ...]
     pair: RowPair | None
+
+    @property
+    def bytes(self) -> int:
+        """What its probes hold."""
+        return sum(len(data) for probe in self.probes for data in (*probe.before.values(), *probe.usual.values()))
 
 
 Group = tuple[tuple[str, tuple[str, ...]], ...]
@@ -106,6 +111,7 @@ class Measurer:
             fault = self._fault(task, kernels, stage, reference)
             if fault:
                 is_spoilt = not all(is_usual(stage, probe) for probe in reference.probes)
+                self._staged = None  # wrong values are nothing to time others with
                 return Outcome(Status.WRONG, reason=fault), is_spoilt
         self.say(CANDIDATE)
         chain = [call for call in stage.calls(task.variant.launches, kernels) if call.op in stage.ops]
@@ -146,7 +152,7 @@ class Measurer:
             except torch.OutOfMemoryError:
                 probes = self._probes(stage, "cpu")
             self._references[group] = Reference(probes, self._pair(group, stage))
-            if len(self._references) > PROBES_KEPT:
+            while len(self._references) > 1 and sum(one.bytes for one in self._references.values()) > KEPT_BYTES:
                 self._references.popitem(last=False)
         self._references.move_to_end(group)
         return self._references[group]
