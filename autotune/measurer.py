@@ -11,7 +11,7 @@ Example::
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -24,7 +24,16 @@ from lynnc.autotune.benchmessages import CANDIDATE, DONE, SETUP, CompiledKernel,
 from lynnc.autotune.conditions import Conditions
 from lynnc.autotune.launchcheck import Probe, RowPair, fault_of, is_usual, probes_of, row_fault, row_pair
 from lynnc.autotune.launchtime import Timer
-from lynnc.autotune.stage import Stage, begin, own_bytes, stage_of, step_columns, step_rows, with_launches
+from lynnc.autotune.stage import (
+    Stage,
+    begin,
+    own_bytes,
+    scratch_bytes,
+    stage_of,
+    step_columns,
+    step_rows,
+    with_launches,
+)
 from lynnc.autotune.trial import Outcome, Status
 from lynnc.bench.timing import Timing
 from lynnc.cost import cost, evaluate_formula
@@ -274,21 +283,6 @@ class Measurer:
 def timed(timing: Timing) -> Outcome:
     """The outcome of a measurement."""
     return Outcome(Status.TIMED, timing.median, timing.least, timing.greatest, timing.runs)
-
-
-def scratch_bytes(executor: Executor) -> int:
-    """Memory for any two programs' launches of one kernel and problem, each with tensors of their own."""
-    plan, sizes = executor.plan, defaultdict[object, list[int]](list)
-    for program in plan.programs.values():
-        if executor.room.programs and program.name not in executor.room.programs:
-            continue
-        groups = defaultdict[object, list[str]](list)
-        for launch in program.launches:
-            entry = plan.kernels[launch.kernel]
-            groups[entry.name, tuple(sorted(entry.problem.items()))].append(launch.op)
-        for key, ops in groups.items():
-            sizes[key].append(own_bytes(program, ops))
-    return max(sum(sorted(found)[-2:]) for found in sizes.values())
 
 
 def _group(task: KernelTask) -> Group:
