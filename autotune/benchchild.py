@@ -52,7 +52,7 @@ def serve(
     connection: Connection, open_executor: Callable[[], Executor], conditions: Conditions, torch_device: str
 ) -> None:
     """Answers tasks on an executor until the connection ends, or nothing more can be measured."""
-    threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=watch, args=(os.getppid(),), daemon=True).start()
 
     def say(said: Said) -> None:
         connection.send_bytes(said_text(said).encode())
@@ -76,7 +76,7 @@ def serve(
         is_usable = not said.is_lost
 
 
-def _watch(parent: int) -> None:
+def watch(parent: int) -> None:
     """Ends this process soon after its parent, whatever it is doing."""
     while os.getppid() == parent:
         time.sleep(WATCH_SECONDS)

@@ -11,7 +11,7 @@ Example::
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -24,7 +24,16 @@ from lynnc.autotune.benchmessages import CANDIDATE, DONE, SETUP, CompiledKernel,
 from lynnc.autotune.conditions import Conditions
 from lynnc.autotune.launchcheck import Probe, RowPair, fault_of, is_usual, probes_of, row_fault, row_pair
 from lynnc.autotune.launchtime import Timer
-from lynnc.autotune.stage import Stage, begin, own_bytes, stage_of, step_columns, step_rows, with_launches
+from lynnc.autotune.stage import (
+    Stage,
+    begin,
+    own_bytes,
+    scratch_bytes,
+    stage_of,
+    step_columns,
+    step_rows,
+    with_launches,
+)
 from lynnc.autotune.trial import Outcome, Status
 from lynnc.bench.timing import Timing
 from lynnc.cost import cost, evaluate_formula
@@ -37,11 +46,11 @@ from lynnc.runtime.device import Call, KernelFacts
 from lynnc.runtime.executor import Executor
 from lynnc.runtime.rows import Columns
 
-PROBES_KEPT = 8
-"""Kernels whose references are kept: those of long prompts take some hundred MB of the host's memory each."""
+KEPT_BYTES = 2 << 30
+"""Of references in the host's memory: those of a long prompt's kernel take some hundred MB."""
 FLUSHED_CACHES = 2
 """L2 caches' worth of memory that is overwritten before a run."""
-REFERENCE_SHARE = 4
+REFERENCE_SHARE = 8
 """Free memory of the GPU over the FP32 weights of a launch from which on its reference is computed there."""
 
 
@@ -51,6 +60,11 @@ class Reference:
 
     probes: tuple[Probe, ...]
     pair: RowPair | None
+
+    @property
+    def bytes(self) -> int:
+        """What its probes hold."""
+        return sum(len(data) for probe in self.probes for data in (*probe.before.values(), *probe.usual.values()))
 
 
 Group = tuple[tuple[str, tuple[str, ...]], ...]
@@ -106,6 +120,7 @@ class Measurer:
             fault = self._fault(task, kernels, stage, reference)
             if fault:
                 is_spoilt = not all(is_usual(stage, probe) for probe in reference.probes)
+                self._staged = None  # wrong values are nothing to time others with
                 return Outcome(Status.WRONG, reason=fault), is_spoilt
         self.say(CANDIDATE)
         chain = [call for call in stage.calls(task.variant.launches, kernels) if call.op in stage.ops]
@@ -146,7 +161,7 @@ class Measurer:
             except torch.OutOfMemoryError:
                 probes = self._probes(stage, "cpu")
             self._references[group] = Reference(probes, self._pair(group, stage))
-            if len(self._references) > PROBES_KEPT:
+            while len(self._references) > 1 and sum(one.bytes for one in self._references.values()) > KEPT_BYTES:
                 self._references.popitem(last=False)
         self._references.move_to_end(group)
         return self._references[group]
@@ -268,21 +283,6 @@ class Measurer:
 def timed(timing: Timing) -> Outcome:
     """The outcome of a measurement."""
     return Outcome(Status.TIMED, timing.median, timing.least, timing.greatest, timing.runs)
-
-
-def scratch_bytes(executor: Executor) -> int:
-    """Memory for any two programs' launches of one kernel and problem, each with tensors of their own."""
-    plan, sizes = executor.plan, defaultdict[object, list[int]](list)
-    for program in plan.programs.values():
-        if executor.room.programs and program.name not in executor.room.programs:
-            continue
-        groups = defaultdict[object, list[str]](list)
-        for launch in program.launches:
-            entry = plan.kernels[launch.kernel]
-            groups[entry.name, tuple(sorted(entry.problem.items()))].append(launch.op)
-        for key, ops in groups.items():
-            sizes[key].append(own_bytes(program, ops))
-    return max(sum(sorted(found)[-2:]) for found in sizes.values())
 
 
 def _group(task: KernelTask) -> Group:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -163,6 +164,21 @@ def own_places(program: Program, ops: Sequence[str]) -> list[TensorPlace]:
 def own_bytes(program: Program, ops: Sequence[str]) -> int:
     """Memory that a stage of these ops needs."""
     return sum(aligned(place.bytes) for place in own_places(program, ops))
+
+
+def scratch_bytes(executor: Executor) -> int:
+    """Memory for any two programs' launches of one kernel and problem, each with tensors of their own."""
+    plan, sizes = executor.plan, defaultdict[object, list[int]](list)
+    for program in plan.programs.values():
+        if executor.room.programs and program.name not in executor.room.programs:
+            continue
+        groups = defaultdict[object, list[str]](list)
+        for launch in program.launches:
+            entry = plan.kernels[launch.kernel]
+            groups[entry.name, tuple(sorted(entry.problem.items()))].append(launch.op)
+        for key, ops in groups.items():
+            sizes[key].append(own_bytes(program, ops))
+    return max(sum(sorted(found)[-2:]) for found in sizes.values())
 
 
 def some_tokens(executor: Executor, count: int) -> list[int]:

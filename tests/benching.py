@@ -7,9 +7,9 @@ change what a candidate's launch has left.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 
 from executing import PREFILL_ROWS, SIMULATOR_KNOBS
@@ -109,7 +109,6 @@ class Runner:
     meaning: Meaning
     spoil: Spoil | None = None
     candidates: int = 0
-    steps: Mapping[str, Launch] = field(default_factory=dict)
 
     def run(self, calls: Sequence[Call]) -> None:
         own = self.meaning.plan.kernels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -216,6 +217,37 @@ def test_a_start_has_an_end_too(mode: str, error: type[Exception]) -> None:
     with pytest.raises(error):
         child.start()
     assert child._process is None
+
+
+def test_a_process_ends_with_its_parent() -> None:
+    """Whatever it is doing: the parent was killed, and nobody else would end it."""
+    child = (
+        "import os, threading, time; from lynnc.autotune.benchchild import watch\n"
+        "threading.Thread(target=watch, args=(os.getppid(),), daemon=True).start(); print('ready', flush=True)\n"
+        "time.sleep(3600)\n"
+    )
+    parent = (
+        "import subprocess, sys, time\n"
+        f"process = subprocess.Popen([sys.executable, '-P', '-c', {child!r}], stdout=subprocess.PIPE)\n"
+        "process.stdout.readline(); print(process.pid, flush=True); time.sleep(3600)\n"
+    )
+    started = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE)
+    assert started.stdout is not None
+    pid = int(started.stdout.readline())
+    started.kill()
+    started.wait()
+    ends = time.monotonic() + 20
+    while is_running(pid) and time.monotonic() < ends:
+        time.sleep(0.1)
+    assert not is_running(pid)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
 
 
 def test_an_interrupted_task_leaves_no_answer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
