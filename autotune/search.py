@@ -7,7 +7,7 @@ and the neighbours of the best so far take turns. Of each round of repeats the b
 Example::
 
     search = Search(task, study, bench, Setting(device))
-    search.offer_known(record_knobs)
+    search.begin([record.knobs])
     search.run(budget.part(0.3), budget)
 """
 
@@ -43,6 +43,8 @@ RANDOM_DRAWS = 400
 """Random combinations that are looked at for a legal one that is new, before the space counts as used up."""
 AHEAD = 12
 """Candidates that compile while one is measured."""
+FIRST = 4
+"""Candidates that compile before a task's turn comes."""
 PATIENCE = 6
 """Timed candidates for each knob without a gain that counts, after which more are not expected to bring one."""
 LOOK_SECONDS = 3.0
@@ -77,32 +79,42 @@ class Search:
         self._is_used_up = False
         self._looked = 0.0
 
-    def offer_known(self, records: Sequence[Knobs]) -> None:
-        """Puts the default in front, then the records, then every kernel of a small space."""
+    def begin(self, records: Sequence[Knobs]) -> None:
+        """Puts the default in front, then the records, then every kernel of a small space, and has the first compiled.
+
+        ``run`` or ``release`` must follow.
+        """
         self.study.replace_lost()
         self.study.offer(self.task.default(self._setting.device), "default")
         for knobs in records:
             self.study.offer(knobs, "record")
         for knobs in self._whole_space:
             self.study.offer(knobs, "whole space")
+        self._look_at_others()
+        self._fill(min(FIRST, self._setting.ahead))
 
     def run(self, allowance: Allowance, budget: Budget, say: Say | None = None) -> None:
         """Measures until the allowance is used up or nothing more is to be expected; puts back what it still holds."""
         try:
             while allowance.is_left() and not self.is_settled():
                 self._look_at_others()
-                self._fill()
+                self._fill(self._setting.ahead)
                 if not self._window:
                     return
-                ticket = self._window.popleft()
+                ticket = self._window[0]  # put back with the others if the measurement is interrupted
                 outcome = self._measure(ticket)
+                self._window.popleft()
                 budget.spend()
                 if say:
                     say(self.task, Tried(ticket.trial.number, ticket.knobs, outcome, ticket.origin))
         finally:
-            for ticket in self._window:
-                self.study.put_back(ticket)
-            self._window.clear()
+            self.release()
+
+    def release(self) -> None:
+        """Puts back what was drawn and not measured."""
+        for ticket in self._window:
+            self.study.put_back(ticket)
+        self._window.clear()
 
     def is_settled(self) -> bool:
         """Whether no further gain is expected: the roofline is reached, or the last candidates brought none."""
@@ -164,10 +176,10 @@ class Search:
         if outcome.is_timed and (self._best is None or outcome.seconds < self._best.seconds):
             self._best, self._best_knobs = outcome, knobs
 
-    def _fill(self) -> None:
-        """Draws until enough candidates are in hand, and has them compiled."""
+    def _fill(self, most: int) -> None:
+        """Draws until so many candidates are in hand, and has them compiled."""
         fresh = []
-        while len(self._window) < self._setting.ahead and not self._is_used_up:
+        while len(self._window) < most and not self._is_used_up:
             ticket = self._draw()
             if ticket is None:
                 self._is_used_up = True

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -63,18 +64,30 @@ class Tuner:
         return self._studies[task.key]
 
     def search(self, budget: Budget, records: Records, say: Say | None = None) -> None:
-        """Each task for its share of what is left, so that what one does not need goes to those behind it."""
+        """Each task for its share of what is left, so that what one does not need goes to those behind it.
+
+        The first candidates of the next task compile while one is searched.
+        """
         left = sum(task.share for task in self.tasks)
-        target = self._setting.device.target
-        for task in self.tasks:
-            allowance = budget.part(min(1.0, task.share / left) if left > 0 else 1.0)
-            left -= task.share
-            if not allowance.is_left():
-                return
-            search = Search(task, self.study(task), self._bench, self._setting)
-            known = islice(legal_records(records, task.kernel, task.problem, target), MOST_RECORDS)
-            search.offer_known([match.record.knobs for match in known])
-            search.run(allowance, budget, say)
+        begun: deque[Search] = deque()
+        try:
+            for index, task in enumerate(self.tasks):
+                allowance = budget.part(min(1.0, task.share / left) if left > 0 else 1.0)
+                left -= task.share
+                if not allowance.is_left():
+                    return
+                for following in self.tasks[index + len(begun) : index + 2]:
+                    begun.append(self._begin(following, records))
+                begun.popleft().run(allowance, budget, say)
+        finally:
+            for search in begun:
+                search.release()
+
+    def _begin(self, task: Task, records: Records) -> Search:
+        search = Search(task, self.study(task), self._bench, self._setting)
+        known = legal_records(records, task.kernel, task.problem, self._setting.device.target)
+        search.begin([match.record.knobs for match in islice(known, MOST_RECORDS)])
+        return search
 
     def conclude(self, budget: Budget, about: About) -> Sweep:
         """Races what was tried, confirms the winners, and sums up."""
