@@ -1,1 +1,1 @@
-"""Measured choices of devices: ``records/<device>.json``, read by ``lynnc.records``."""
+"""Measured choices of devices: ``records/<device>.json``, read by ``lynnc.recordfiles``."""

@@ -44,7 +44,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Seconds of a launch (median, least, greatest of ``repeats`` runs) if it was timed, else one sentence why not."""
+    """Seconds of a launch (median, least and greatest of ``repeats`` runs) if it was timed, else a sentence why not."""
 
     status: Status
     seconds: float = 0.0
@@ -71,7 +71,7 @@ class Bench(Protocol):
         ...
 
     def measure_steps(self, program: str, choices: Sequence[Sequence[Candidate]], repeats: int) -> Sequence[Outcome]:
-        """Seconds of whole steps of a program, one for each set of choices, taken in turns; others keep theirs."""
+        """Seconds of whole steps of a program, for each set of choices, taken in turns; other kernels keep theirs."""
         ...
 
     def close(self) -> None:

@@ -88,15 +88,15 @@ class Comparison:
         is_whole = until in (None, self.graph.ops[-1].name)
         with executor.advancing({0: length + len(rows) if is_whole else 0}):
             for op, call in zip(self.graph.ops, executor.calls(self.step.program, self.rows), strict=True):
-                inside = self._before(op)
+                inside = self.before(op)
                 executor.device.launch([call])
                 with torch.device(self.device):
                     run_op(inside, op)
-                yield from self._after(op, inside)
+                yield from self.after(op, inside)
                 if op.name == until:
                     return
 
-    def _before(self, op: Op) -> Run:
+    def before(self, op: Op) -> Run:
         """What the launch reads, and the memory that it writes to, of which it may leave a part as it is."""
         states = {name: self.step.state(name).to(self.device) for name in op.names("state")}
         weights = {name: self.step.weight(self.graph.weights[name], self.device) for name in op.names("weight")}
@@ -106,7 +106,8 @@ class Comparison:
                 run.put(name, self.step.tensor(name).to(self.device))
         return run
 
-    def _after(self, op: Op, run: Run) -> Iterator[Agreement]:
+    def after(self, op: Op, run: Run) -> Iterator[Agreement]:
+        """What the launch left in each tensor and state that it writes, against what ``run`` holds of them."""
         for name in dict.fromkeys(op.writes):
             yield self._agreement(op.name, name, self.step.tensor(name), run.get(name))
         for name in op.names("state"):

@@ -121,7 +121,7 @@ def _outcomes(
     unique: dict[str, KernelSource] = {}
     for source in sources:
         unique.setdefault(source.key, source)
-    found = {key: artifact for key, source in unique.items() if (artifact := _look_up(source, key, store))}
+    found = {key: artifact for key, source in unique.items() if (artifact := look_up(source, key, store))}
     missing = {key: source for key, source in unique.items() if key not in found}
     with closing(_compile(missing, store, jobs or len(os.sched_getaffinity(0)))) as compiled:
         for done, (key, outcome) in enumerate(chain(found.items(), compiled), start=1):
@@ -130,7 +130,8 @@ def _outcomes(
             yield key, outcome
 
 
-def _look_up(source: KernelSource, key: str, store: Store) -> Artifact | None:
+def look_up(source: KernelSource, key: str, store: Store) -> Artifact | None:
+    """The artifact of a source from the store, if it is there."""
     artifact = store.load(key)
     return artifact if artifact and artifact.arch == source.target.arch else None
 
@@ -144,17 +145,18 @@ def _compile(
     for target in {source.target for source in missing.values()}:
         check_tools(target, tools)
     keys = sorted(missing, key=lambda key: (-len(missing[key].text), key))  # the longest first: they end last
-    requests = [_request(missing[key], key, tools) for key in keys]
+    requests = [request_of(missing[key], key, tools) for key in keys]
     with (
         tempfile.TemporaryDirectory(prefix="lynnc-compile-") as scratch,
         closing(run_requests(requests, jobs, Path(scratch))) as replies,
     ):
         for reply in replies:
             key = keys[reply.index]
-            yield key, _finish(missing[key], key, reply, store)
+            yield key, finish(missing[key], key, reply, store)
 
 
-def _request(source: KernelSource, key: str, tools: Tools) -> dict[str, object]:
+def request_of(source: KernelSource, key: str, tools: Tools) -> dict[str, object]:
+    """What a compiler process is asked for."""
     cuobjdump = tools.program("cuobjdump")
     assert cuobjdump is not None, "check_tools asks for it"
     return {
@@ -172,8 +174,8 @@ def _request(source: KernelSource, key: str, tools: Tools) -> dict[str, object]:
     }
 
 
-def _finish(source: KernelSource, key: str, reply: Reply, store: Store) -> Outcome:
-    """Check what came back and store it; a kernel that cannot be used is a CompileError, returned and not raised."""
+def finish(source: KernelSource, key: str, reply: Reply, store: Store) -> Outcome:
+    """Checks what came back and stores it; a kernel that cannot be used is a CompileError, returned and not raised."""
     target = source.target
     what = f"Kernel {source.label or 'without a label'} (template {source.template}, target {target.name})"
     if reply.error:

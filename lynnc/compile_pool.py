@@ -15,10 +15,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import selectors
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +82,49 @@ def run_requests(requests: Sequence[Mapping[str, object]], jobs: int, scratch: P
             worker.end()
 
 
+class CompilerPool:
+    """Compiler processes for threads that each want one kernel at a time; a process is kept for the next that asks."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._scratch = scratch
+        self._lock = threading.Lock()
+        self._idle: list[_Worker] = []
+        self._started: list[_Worker] = []
+        self._is_ended = False
+
+    def ask(self, request: Mapping[str, object], seconds: float) -> Reply:
+        """The reply to one request; an error reply if it took longer than ``seconds``."""
+        worker = self._take()
+        worker.send(0, request)
+        reply = worker.reply(seconds)
+        with self._lock:
+            if worker.is_alive:
+                self._idle.append(worker)
+        return reply
+
+    def kill(self) -> None:
+        """Ends every process; whoever waits for one gets an error reply, and nobody gets another."""
+        with self._lock:
+            self._is_ended = True
+            for worker in self._started:
+                worker.kill()
+
+    def close(self) -> None:
+        """Waits for the end of every process, once no thread asks any more."""
+        self.kill()
+        for worker in self._started:
+            worker.end()
+
+    def _take(self) -> _Worker:
+        with self._lock:
+            if self._is_ended:
+                raise CompileError("The compiler processes were ended: start the command again.")
+            if self._idle:
+                return self._idle.pop()
+            self._started.append(_Worker(self._scratch / f"worker{len(self._started)}"))
+            return self._started[-1]
+
+
 class _Worker:
     """One compiler process in a folder and a session of its own, so that Ctrl-C reaches only us."""
 
@@ -131,11 +177,27 @@ class _Worker:
         self._buffer = b""
         return Reply(self._index, self.folder, fields, str(fields.get("error", "")))
 
-    def end(self) -> None:
-        """End the process and its ptxas, if they still run; harmless when repeated."""
+    def reply(self, seconds: float) -> Reply:
+        """The whole reply; an error reply if the process died, or took longer and was killed."""
+        ends = time.monotonic() + seconds
+        while select.select([self.replies], [], [], max(ends - time.monotonic(), 0.0))[0]:
+            reply = self.receive()
+            if reply is not None:
+                return reply
+        self.kill()
+        self.is_alive = False
+        return Reply(self._index, self.folder, MappingProxyType({}), f"it took the compiler more than {seconds:g} s")
+
+    def kill(self) -> None:
+        """Ends the process and its ptxas, if they still run, and does not wait."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """End the process and its ptxas, if they still run; harmless when repeated."""
+        if self._process.returncode is None:
+            self.kill()
             self._process.wait()
         if self._process.stdin and not self._process.stdin.closed:
             with contextlib.suppress(BrokenPipeError):

@@ -22,6 +22,7 @@ from lynnc.buffers import dim_text
 from lynnc.build import build_graph
 from lynnc.choose import choose_all
 from lynnc.compile import Progress, compile_kernels
+from lynnc.deviceidentity import identity_of
 from lynnc.fields import Place
 from lynnc.ir import Graph, T
 from lynnc.layout import LAYOUT, weight_entries
@@ -33,7 +34,8 @@ from lynnc.passes import check_pass_names, run_passes
 from lynnc.plan import KernelEntry, Options, Plan, StateEntry
 from lynnc.planfile import PLAN_FILE, kernel_file
 from lynnc.programs import program_rows
-from lynnc.records import Records, load_records
+from lynnc.recordfiles import load_records
+from lynnc.records import Records
 from lynnc.store import Store
 from lynnc.target import Device, Target
 from lynnc.tools import find_tools
@@ -43,25 +45,37 @@ from lynnc.version import VERSION
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to compile for: a target, maybe a device whose measured records are used, and options."""
+    """What to compile for: a target, maybe a device, and options.
+
+    Without ``records``, those that ship for the device count: a library call does not depend on the user's folder.
+    """
 
     target: Target
     device: Device | None = None
     options: Options = field(default_factory=Options)
     with_ptx: bool = False
+    records: Records | None = None
+
+    @property
+    def known_records(self) -> Records:
+        """The records that choices are made by."""
+        if self.records is not None:
+            return self.records
+        return load_records(identity_of(self.device)) if self.device else Records()
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
     """A plan, the bytes of its files by relative path, and the graphs it was made from by program.
 
-    ``note`` says why a precision that the model declares is not used, or is empty.
+    ``note`` says why a precision that the model declares is not used, or is empty; ``records`` are those that counted.
     """
 
     plan: Plan
     files: Mapping[str, bytes]
     graphs: Mapping[str, Graph]
     note: str = ""
+    records: Records = field(default_factory=Records)
 
 
 def fused_graph(spec: ModelSpec, program: str, without: tuple[str, ...] = ()) -> Graph:
@@ -90,7 +104,7 @@ def lower_programs(spec: ModelSpec, request: Request) -> dict[str, tuple[Graph, 
     """Every program of the options, fused, chosen and bound to kernels; nothing is compiled yet."""
     request, _ = settle(spec, request)
     check_pass_names(request.options.without)
-    records = load_records(request.device.name) if request.device else Records()
+    records = request.known_records
     lowered = {}
     for program in request.options.programs:
         graph = fused_graph(spec, program, request.options.without)
@@ -118,10 +132,11 @@ def compile_model(
     files: dict[str, bytes] = {}
     kernels = {}
     for key, call in sorted(calls.items()):
-        kernels[key] = replace(call.entry, artifact=_public_facts(artifacts[key]))
+        kernels[key] = replace(call.entry, artifact=public_facts(artifacts[key]))
         files.update(_kernel_files(call, artifacts[key], request.with_ptx))
     plan = assemble_plan(spec, request, lowered, kernels, files)
-    return Compiled(plan, files, {name: graph for name, (graph, _) in lowered.items()}, note)
+    graphs = {name: graph for name, (graph, _) in lowered.items()}
+    return Compiled(plan, files, graphs, note, request.known_records)
 
 
 def plan_name(spec: ModelSpec, request: Request) -> str:
@@ -129,7 +144,8 @@ def plan_name(spec: ModelSpec, request: Request) -> str:
     return f"{spec.name}.{request.device.name if request.device else request.target.name}"
 
 
-def _public_facts(artifact: Artifact) -> Mapping[str, object]:
+def public_facts(artifact: Artifact) -> Mapping[str, object]:
+    """What a plan says of a kernel's machine code."""
     return {name: value for name, value in artifact.to_json().items() if name not in ("key", "schema")}
 
 

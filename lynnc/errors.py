@@ -35,6 +35,10 @@ class PlanError(LynncError):
     """A plan folder that is missing, damaged, of another schema or for another architecture."""
 
 
+class RecordError(LynncError):
+    """A file of measurements or of a tuning run that is damaged, or that is about another model, plan or device."""
+
+
 class PeerError(LynncError):
     """Another engine that was to be measured beside ours and could not be run, or said nothing that is understood."""
 

@@ -16,6 +16,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from enum import StrEnum
 from typing import Any
 
 
@@ -58,8 +59,14 @@ def decode(kind: Any, data: Any) -> Any:
         return {key: decode(parameters[1], value) for key, value in data.items()}
     if origin in (typing.Union, types.UnionType):
         return _decode_union(parameters, data)
+    return _decode_plain(kind, data)
+
+
+def _decode_plain(kind: Any, data: Any) -> Any:
     if kind is object:
         return data
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return kind(data)
     if kind is float and type(data) is int:
         return float(data)
     raise TypeError(f"{kind.__name__} was expected, not {data!r}")

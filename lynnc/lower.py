@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -43,17 +43,31 @@ class Lowered:
     kernels: Mapping[str, KernelCall]
 
 
-def lower(graph: Graph, choices: Sequence[KernelChoice], target: Target, prefill_rows: int = PREFILL_ROWS) -> Lowered:
-    """Binds every op to its kernel; equal kernels of different layers get one key."""
+@dataclass(frozen=True, slots=True)
+class BoundOps:
+    """Launches of some ops, and the kernels that they need, by key."""
+
+    launches: tuple[Launch, ...]
+    kernels: Mapping[str, KernelCall]
+
+
+def bind_ops(graph: Graph, chosen: Iterable[tuple[Op, KernelChoice]], target: Target) -> BoundOps:
+    """Binds ops of a graph to their kernels; equal kernels of different layers get one key."""
     calls: dict[object, KernelCall] = {}
     launches = []
-    for op, choice in zip(graph.ops, choices, strict=True):
+    for op, choice in chosen:
         binding = choice.kernel.bind(graph, op, choice.knobs)
         facts = _call_facts(op, choice, binding)
         call = calls.get(facts) or _call(graph, op, choice, binding, target)
         calls[facts] = call
         grid = (dim_text(binding.grid[0]), dim_text(binding.grid[1]), dim_text(binding.grid[2]))
         launches.append(Launch(op.name, op.kind, call.entry.key, grid, _arguments(binding)))
+    return BoundOps(tuple(launches), MappingProxyType({call.entry.key: call for call in calls.values()}))
+
+
+def lower(graph: Graph, choices: Sequence[KernelChoice], target: Target, prefill_rows: int = PREFILL_ROWS) -> Lowered:
+    """The program of a graph with one choice for each of its ops."""
+    bound = bind_ops(graph, zip(graph.ops, choices, strict=True), target)
     max_rows = (most_rows(graph.program) or prefill_rows) if graph.rows == T else int(graph.rows)
     places, workspace = place_tensors(graph, max_rows)
     program = Program(
@@ -64,9 +78,9 @@ def lower(graph: Graph, choices: Sequence[KernelChoice], target: Target, prefill
         inputs=graph.inputs,
         outputs=graph.outputs,
         tensors=places,
-        launches=tuple(launches),
+        launches=bound.launches,
     )
-    return Lowered(program, MappingProxyType({call.entry.key: call for call in calls.values()}))
+    return Lowered(program, bound.kernels)
 
 
 def _call_facts(op: Op, choice: KernelChoice, binding: Binding) -> object:

@@ -1,17 +1,20 @@
 """Single output files that appear whole or not at all: the check beforehand, and the rename at the end.
 
-In: a path and the text for it. Out: the file, or an ``OutputError`` that names the option to change.
+In: a path and the text for it. Out: the file, or an ``OutputError`` that names the option to change. Caches put their
+entries in place with ``place_file``, which replaces whatever is there.
 
 Example::
 
     check_file(path, force=False)                 # before the work
     write_file(path, text, force=False)           # after it
+    place_file(cache / name, data)
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -48,3 +51,31 @@ def write_file(path: Path, text: str, force: bool = False, option: str = "--outp
     except OSError as error:
         why = error.strerror or error
         raise OutputError(f"{path} cannot be written ({why}): choose another {option}.") from error
+
+
+def place_file(path: Path, data: bytes) -> None:
+    """Puts a whole file in place, whatever was there, or raises OSError.
+
+    Some network file systems refuse to rename onto an existing file; there the file is not whole at every moment, so
+    its reader must notice a half-written one.
+    """
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+        temporary = Path(file.name)
+    try:
+        temporary.write_bytes(data)
+        temporary.chmod(0o644)
+        try:
+            temporary.replace(path)
+        except OSError:
+            _make_way(path)
+            shutil.copyfile(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def _make_way(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -37,15 +37,23 @@ class Readback:
     program: Program
     graph: Graph
     rows: int
+    places: Mapping[str, int] | None = None
+    """Where the program's tensors lie, if not in the executor's workspace."""
+
+    def address(self, name: str) -> int:
+        """Of a tensor with memory of its own."""
+        return (self.places or self.executor.memory.addresses.of(self.program))[name]
+
+    def tensor_rows(self, name: str) -> int:
+        """Rows of a tensor in this step."""
+        rows = self.graph.tensors[name].shape[0]
+        return rows if isinstance(rows, int) else int(rows.subs(T, self.rows))
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor in its own dtype and shape, in the natural order of columns, or those of its base that it views."""
         tensor = self.graph.tensors[name]
         base = self.graph.tensors[tensor.base or name]
-        address = self.executor.memory.addresses.of(self.program)[base.name]
-        rows = base.shape[0]
-        count = rows if isinstance(rows, int) else int(rows.subs(T, self.rows))
-        whole = self._download(address, base.dtype, (count, base.width))
+        whole = self._download(self.address(base.name), base.dtype, (self.tensor_rows(base.name), base.width))
         columns = whole[:, tensor.offset : tensor.offset + tensor.width]
         shaped: torch.Tensor = columns.unflatten(1, [int(size) for size in tensor.shape[1:]])
         return natural(tensor, shaped)
@@ -55,7 +63,7 @@ class Readback:
         tensor = self.graph.tensors[name]
         stored = values.detach().cpu().to(TORCH_DTYPE[tensor.dtype]).contiguous()
         device = self.executor.device
-        device.upload(self.executor.memory.addresses.of(self.program)[name], stored.data_ptr(), stored.nbytes)
+        device.upload(self.address(name), stored.data_ptr(), stored.nbytes)
         device.synchronize()
 
     def state(self, name: str) -> torch.Tensor:

@@ -6,10 +6,12 @@ the interpreter's plain twins of inline PTX); tunables and shapes are ``tl.const
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterator, Mapping
 from functools import cache
 
 import jinja2
+import jinja2.meta
 
 from lynnc.version import VERSION
 
@@ -37,3 +39,29 @@ def render(template: str, structure: Mapping[str, object], header: Mapping[str, 
     lines = [f"# lynnc {VERSION}: {template}"]
     lines += [f"# {name}: {value}" for name, value in header.items()]
     return "\n".join(lines) + "\n" + _rendered(template, tuple(sorted(structure.items())))
+
+
+@cache
+def template_digest(template: str) -> str:
+    """SHA-256 over the text of a template and of all that it includes; comments and blank lines do not count."""
+    found: dict[str, str] = {}
+    _collect(template, found)
+    text = "\0".join(f"{name}\0{found[name]}" for name in sorted(found))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _collect(template: str, found: dict[str, str]) -> None:
+    loader = environment().loader
+    assert loader is not None
+    source = loader.get_source(environment(), template)[0]
+    found[template] = "\n".join(_lines_that_count(source))
+    for name in jinja2.meta.find_referenced_templates(environment().parse(source)):
+        if name is not None and name not in found:
+            _collect(name, found)
+
+
+def _lines_that_count(source: str) -> Iterator[str]:
+    for line in map(str.rstrip, source.splitlines()):
+        text = line.lstrip()
+        if text and (not text.startswith("#") or text.startswith("# %")):
+            yield line

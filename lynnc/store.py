@@ -14,7 +14,6 @@ Example::
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import shutil
 import tempfile
@@ -25,13 +24,19 @@ from pathlib import Path
 
 from lynnc.artifact import Artifact, digest
 from lynnc.errors import OutputError
+from lynnc.outputfile import place_file
+
+
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """The user's ``$XDG_CACHE_HOME/lynnc``, or ``~/.cache/lynnc``."""
+    cache = environment.get("XDG_CACHE_HOME", "")
+    folder = Path(cache) if Path(cache).is_absolute() else Path(environment.get("HOME", "~")).expanduser() / ".cache"
+    return folder / "lynnc"
 
 
 def default_store_path(environment: Mapping[str, str]) -> Path:
     """``$XDG_CACHE_HOME/lynnc/store``, or ``~/.cache/lynnc/store``."""
-    cache = environment.get("XDG_CACHE_HOME", "")
-    folder = Path(cache) if Path(cache).is_absolute() else Path(environment.get("HOME", "~")).expanduser() / ".cache"
-    return folder / "lynnc" / "store"
+    return cache_folder(environment) / "store"
 
 
 def _warn(message: str) -> None:
@@ -95,33 +100,8 @@ def _load(folder: Path, key: str) -> Artifact | None:
 def _save(folder: Path, artifact: Artifact, cubin: bytes, ptx: bytes) -> Artifact:
     folder.mkdir(parents=True, exist_ok=True)
     placed = replace(artifact, folder=folder)
-    _put(placed.cubin_path, cubin)
-    _put(placed.ptx_path, ptx)
+    place_file(placed.cubin_path, cubin)
+    place_file(placed.ptx_path, ptx)
     text = json.dumps(artifact.to_json(), indent=1, sort_keys=True) + "\n"
-    _put(folder / f"{artifact.key}.json", text.encode())
+    place_file(folder / f"{artifact.key}.json", text.encode())
     return placed
-
-
-def _put(path: Path, data: bytes) -> None:
-    """Write a whole file or nothing. Some network file systems refuse to rename onto an existing file."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
-        temporary = Path(file.name)
-    try:
-        temporary.write_bytes(data)
-        temporary.chmod(0o644)
-        try:
-            temporary.replace(path)
-        except OSError:
-            # Not whole at every moment, but the digests make a half-written file a miss.
-            _make_way(path)
-            shutil.copyfile(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-
-
-def _make_way(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -57,6 +57,17 @@ class ProgramRow:
 
 
 @dataclass(frozen=True, slots=True)
+class KnobRow:
+    """Where knobs come from (``default``, ``option``, or a record and its file or folder), and for how many launches
+    of a step of each program; ``is_users`` where the user's own records say so."""
+
+    origin: str
+    file: str
+    is_users: bool
+    launches: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class PrecisionRow:
     """The formats in which the weights of a tensor class are stored, and their bytes."""
 
@@ -88,6 +99,7 @@ class Summary:
     precision: tuple[PrecisionRow, ...]
     programs: tuple[ProgramRow, ...]
     kernels: tuple[KernelRow, ...]
+    knobs: tuple[KnobRow, ...]
 
 
 def summarize(compiled: Compiled, context: int) -> Summary:
@@ -102,10 +114,27 @@ def summarize(compiled: Compiled, context: int) -> Summary:
         context=context,
         weight_bytes=sum(array.bytes for weight in plan.weights.values() for array in weight.arrays),
         state=state_size(plan),
-        precision=tuple(_precision_rows(plan)),
+        precision=tuple(precision_rows(plan)),
         programs=tuple(_program_row(plan, program) for program in plan.programs.values()),
         kernels=tuple(_kernel_rows(compiled, context)),
+        knobs=knob_rows(compiled),
     )
+
+
+def knob_rows(compiled: Compiled) -> tuple[KnobRow, ...]:
+    """Launches of a plan by where their knobs come from, the most frequent first."""
+    plan = compiled.plan
+    counts: dict[str, Counter[str]] = {}
+    for program in plan.programs.values():
+        for launch in program.launches:
+            counts.setdefault(plan.kernels[launch.kernel].origin, Counter())[program.name] += 1
+    found = [_knob_row(compiled, origin, launches) for origin, launches in counts.items()]
+    return tuple(sorted(found, key=lambda row: (-sum(row.launches.values()), row.origin)))
+
+
+def _knob_row(compiled: Compiled, origin: str, launches: Mapping[str, int]) -> KnobRow:
+    known = compiled.records.known_as(origin)
+    return KnobRow(origin, known.file if known else "", bool(known and known.is_user), dict(launches))
 
 
 def _activations(plan: Plan, declared: str) -> str:
@@ -131,7 +160,8 @@ def state_size(plan: Plan) -> StateSize:
     return StateSize(fixed, at_1k - fixed, longest, at_max)
 
 
-def _precision_rows(plan: Plan) -> Iterator[PrecisionRow]:
+def precision_rows(plan: Plan) -> Iterator[PrecisionRow]:
+    """Formats and bytes of each tensor class, in the order of the plan's weights."""
     formats: dict[str, set[str]] = {}
     sizes: Counter[str] = Counter()
     for weight in plan.weights.values():

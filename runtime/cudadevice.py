@@ -254,6 +254,11 @@ class CudaDevice:
         self._kernels[entry.key] = _Loaded(module, function, facts, types)
         return facts
 
+    def unload_kernel(self, key: str) -> None:
+        """Forgets a kernel that nothing calls any more, and no graph that is open."""
+        self.synchronize()
+        check(driver().cuModuleUnload(self._kernels.pop(key).module), "unloading a kernel")
+
     def launch(self, calls: Sequence[Call]) -> None:
         """Starts the calls one after another."""
         for call in calls:

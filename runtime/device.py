@@ -152,6 +152,10 @@ class Device(Protocol):
         """Makes a plan's kernel ready to be called by its key."""
         ...
 
+    def unload_kernel(self, key: str) -> None:
+        """Forgets a kernel that nothing calls any more, and no graph that is open."""
+        ...
+
     def launch(self, calls: Sequence[Call]) -> None:
         """Starts the calls one after another."""
         ...

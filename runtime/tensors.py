@@ -26,6 +26,11 @@ class DeviceTensor:
     device: Device
 
     @property
+    def bytes(self) -> int:
+        """All of it."""
+        return prod(self.shape) * TYPES[self.dtype][2]
+
+    @property
     def __cuda_array_interface__(self) -> dict[str, object]:
         # The executor's stream does not wait for others nor they for it: what is lent has been computed.
         self.device.synchronize()

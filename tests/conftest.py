@@ -1,11 +1,13 @@
 """Where kernels run: Triton's interpreter on the CPU, or, with ``--device cuda``, a real GPU.
 
-Triton decides when it is imported, so the variable is set before any test module is.
+Triton decides when it is imported, so the variable is set before any test module is. The user's cache folder is a fresh
+one: records that somebody tuned here would change plans.
 """
 
 from __future__ import annotations
 
 import os
+import tempfile
 
 import pytest
 
@@ -16,6 +18,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    cache = tempfile.TemporaryDirectory(prefix="lynnc-tests-")
+    config.add_cleanup(cache.cleanup)
+    os.environ["XDG_CACHE_HOME"] = cache.name
     device = config.getoption("--device")
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"

@@ -34,7 +34,8 @@ from lynnc.passes.fuse_experts_down import fuse_experts_down
 from lynnc.passes.fuse_experts_up import fuse_experts_up
 
 FORMATS = (Format.NVFP4, Format.NVFP4_FP16, Format.FP8, Format.BF16)
-KNOBS = {name: {"BLOCK_N": 256} for name in ("experts_up", "experts_down", "expert_linear", "gate_up", "linear")}
+FUSED = ("experts_up", "experts_down", "expert_linear", "gate_up", "linear")
+KNOBS = {name: {"BLOCK_N": 128, "num_warps": 16} for name in FUSED}
 
 
 @dataclass(frozen=True)

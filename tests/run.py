@@ -14,6 +14,8 @@ Example::
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -23,7 +25,15 @@ ROOT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 11)
 TORCH = "2.13.0"
 """The release that is installed where there is none; any from pyproject's ``torch`` extra on will do."""
+EXTRAS = "test,weights,runtime,bench,tune,postgresql"
 MAPPED_FOLDERS = ("autotune", "models", "runtime", "templates")
+DEBIAN_PACKAGES = {
+    "chromium": "usr/bin/chromium",
+    "chromium-driver": "usr/bin/chromedriver",
+    "fonts-dejavu-core": "usr/share/fonts/truetype/dejavu/DejaVuSans.ttf",
+    "postgresql": "usr/lib/postgresql/*/bin/initdb",
+}
+"""Programs that some tests start: Debian's package, and a file (or pattern) below / that is there with it."""
 CHECKS = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
 PYTEST = ("pytest", "-n", "2")
 ASK_TORCH = "from importlib import metadata as m; print(*[d.version for d in m.distributions(name='torch')][:1])"
@@ -37,8 +47,10 @@ def main() -> int:
     python = sys.executable if options.no_install else _environment()
     if not python:
         return _complain("no virtual environment could be made: on Debian and Ubuntu, install python3-venv first.")
-    if not options.no_install and not _install(python):
-        return 1
+    if not options.no_install:
+        if not _install(python):
+            return 1
+        _install_debian_packages()
     link_types(ROOT)
     return 0 if options.setup_only else _check(python, options.pytest)
 
@@ -73,13 +85,30 @@ def _install(python: str) -> bool:
         return False
     _say(f"installs the project and its test tools beside torch {torch}")
     # Naming the installed torch makes pip respect what it asks for, such as the one Triton of a CUDA build.
-    if _run([*_pip(python), "--editable", f"{ROOT}[test,weights,runtime,bench]", f"torch=={torch}"]) != 0:
+    project = f"{ROOT}[{EXTRAS}]"
+    if _run([*_pip(python), "--editable", project, f"torch=={torch}"]) != 0:
         _complain(
             f"see pip's message above. If it is about triton, torch {torch} asks for one that lynnc cannot use: "
             "run this in a virtual environment with another torch, or with none."
         )
         return False
     return True
+
+
+def _install_debian_packages() -> None:
+    """What is missing of them, where this is Debian and its superuser; elsewhere tests that need them are skipped."""
+    missing = [name for name, place in DEBIAN_PACKAGES.items() if not any(Path("/").glob(place))]
+    if not missing:
+        return
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
+        _say(f"skips the tests that need Debian's packages {', '.join(missing)}: install them to run those, too")
+        return
+    _say(f"installs Debian's packages {', '.join(missing)}")
+    quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for command in (["update"], ["install", "-y", "--no-install-recommends", *missing]):
+        if subprocess.run(["apt-get", "-qq", *command], stdin=subprocess.DEVNULL, env=quiet).returncode != 0:
+            _complain(f"apt-get {command[0]} failed, see above: the tests that need {', '.join(missing)} are skipped.")
+            return
 
 
 def _install_torch(python: str) -> str:

@@ -43,8 +43,8 @@ PREFILL_ROWS = 64
 
 SIMULATOR_KNOBS: Overrides = MappingProxyType(
     {
-        "linear": {"BLOCK_N": 256, "BLOCK_K": 512},
-        "gate_up": {"BLOCK_N": 256, "BLOCK_K": 512},
+        "linear": {"BLOCK_N": 256, "BLOCK_K": 512, "num_warps": 8},
+        "gate_up": {"BLOCK_N": 256, "BLOCK_K": 512, "num_warps": 8},
         "experts_up": {"BLOCK_N": 64, "BLOCK_K": 512},
         "experts_down": {"BLOCK_N": 128, "BLOCK_K": 512},
         "expert_linear": {"BLOCK_N": 128, "BLOCK_K": 512},

@@ -150,6 +150,9 @@ class SimulatedDevice:
         hidden = Parameter("global_scratch", "*i8", hidden=True)
         return KernelFacts("kernel", 128, 0, 0, bool(entry.structure["pdl"]), (*parameters, hidden))
 
+    def unload_kernel(self, key: str) -> None:
+        del self.entries[key]
+
     def launch(self, calls: Sequence[Call]) -> None:
         for call in calls:
             if call.op == self.fail_at:

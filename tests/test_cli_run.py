@@ -172,8 +172,8 @@ def test_a_model_is_compiled_for_the_gpu_that_is_there(made: Path, tmp_path: Pat
     asked = []
 
     @contextmanager
-    def compile_here(spec, device, programs, store):
-        asked.append((spec.name, device.name, programs, store))
+    def compile_here(spec, device, records, programs, store):
+        asked.append((spec.name, device.name, records.device.name, programs, store))
         yield tmp_path / "tiny.plan"
 
     with on_simulated_gpu(tmp_path / "tiny.plan", made, monkeypatch) as opened:
@@ -184,7 +184,8 @@ def test_a_model_is_compiled_for_the_gpu_that_is_there(made: Path, tmp_path: Pat
         result = run(made, "--prompt", PROMPT, "--tokens", 2, "--store", tmp_path / "store")
     assert result.exit_code == 0, result.output
     assert "lynnc: runs on this machine's simulated GPU." in result.stderr
-    assert asked == [("checkpoint", "h200", ("decode/1", "prefill"), tmp_path / "store")] and len(opened) == 1
+    place = tmp_path / "store"
+    assert asked == [("checkpoint", "h200", "simulated-gpu", ("decode/1", "prefill"), place)] and len(opened) == 1
 
 
 def test_interrupted_text_is_kept(made: Path, monkeypatch) -> None:

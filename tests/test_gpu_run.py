@@ -16,7 +16,7 @@ from reference import FAMILIES, LIMIT, PROMPT, Case, judged, make
 from runners import CONTEXT, Followed, check
 from running import make_packed
 
-from lynnc.cli.localplan import compile_here, device_of
+from lynnc.cli.localplan import compile_here, device_of, records_of
 from lynnc.cli.main import cli
 from lynnc.engines.compiled import Compiled, compiled_engine
 from lynnc.engines.interpreted import Interpreted
@@ -38,8 +38,8 @@ def case(request: pytest.FixtureRequest) -> Case:
 @pytest.fixture(scope="module")
 def engine(case: Case, tmp_path_factory) -> Iterator[Compiled]:
     with closing(open_device()) as opened:
-        device = device_of(opened.facts)
-    with compile_here(case.spec, device, PROGRAMS, tmp_path_factory.mktemp("store")) as plan:
+        device, records = device_of(opened.facts), records_of(opened.facts)
+    with compile_here(case.spec, device, records, PROGRAMS, tmp_path_factory.mktemp("store")) as plan:
         engine = compiled_engine(load(plan, HostWeights(make(case).packed), Room(1, CONTEXT)))
     yield engine
     engine.close()

@@ -11,7 +11,7 @@ from harness import assert_close, op_graph, pack_graph, run_both
 from lynnc.ir import Add, DType, Format, Fused, Graph, Linear, Op, Part, RmsNorm, T, Tensor, Weight
 from lynnc.runtime.weights.arrays import pack_weight
 
-KNOBS = {"linear": {"BLOCK_N": 64}}
+KNOBS = {"linear": {"BLOCK_N": 64, "num_warps": 16}}
 FORMATS = (Format.NVFP4, Format.NVFP4_FP16, Format.FP8, Format.BF16)
 
 

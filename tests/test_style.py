@@ -56,7 +56,7 @@ def read(path: Path) -> str:
 
 SOURCES = tuple(project_files(".py"))
 CODE = tuple(path for path in SOURCES if name_of(path).split("/")[0] in PACKAGES)
-TEMPLATES = tuple(project_files(".jinja"))
+TEMPLATES = tuple(project_files(".py.jinja"))
 
 
 def nodes(paths: Iterable[Path], *kinds: type[Node]) -> Iterator[tuple[str, Node]]:

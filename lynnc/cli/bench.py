@@ -20,6 +20,7 @@ from lynnc.cli.benchprompts import print_prompt_kernels, print_prompts
 from lynnc.cli.benchreport import print_census, print_kernels, print_loads, print_memory, print_peer, print_steps
 from lynnc.cli.benchwish import USUAL_CONTEXTS, Arguments, fitted, wish_of, with_prompts
 from lynnc.cli.localplan import compile_here, device_of
+from lynnc.cli.localplan import records_of as gpu_records
 from lynnc.cli.output import note, print_json
 from lynnc.cli.parameters import complete_models, json_option, store_option, store_path
 from lynnc.cli.progress import bytes_bar
@@ -27,6 +28,7 @@ from lynnc.cli.subject import Subject, find_subject
 from lynnc.errors import OptionError
 from lynnc.outputfile import check_file
 from lynnc.runtime.cudadevice import open_device
+from lynnc.runtime.device import DeviceFacts
 from lynnc.runtime.executor import DECODE
 from lynnc.runtime.loader import programs_of
 from lynnc.runtime.loading.generated import GeneratedWeights
@@ -106,7 +108,7 @@ def run(arguments: Arguments) -> None:
     with ExitStack() as stack:
         opened = stack.enter_context(closing(open_device(arguments.gpu)))  # held, so that no load makes the context
         device = device_of(opened.facts, arguments.device)
-        folder = subject.folder if subject.plan else _compile(arguments, wish, subject, device, stack)
+        folder = subject.folder if subject.plan else _compile(arguments, wish, subject, opened.facts, stack)
         with bytes_bar("loading") as on_bytes:
             progress = (lambda done, total: on_bytes(done, total, "")) if on_bytes else None
             session = open_session(folder, source, wish, arguments.gpu, progress)
@@ -180,8 +182,10 @@ def _weights_text(arguments: Arguments) -> str:
     return "packed" if arguments.weights else f"random, seed {arguments.seed or 0}"
 
 
-def _compile(arguments: Arguments, wish: Wish, subject: Subject, device: Device, stack: ExitStack) -> Path:
-    return stack.enter_context(compile_here(subject.spec, device, wish.programs, store_path(arguments.store)))
+def _compile(arguments: Arguments, wish: Wish, subject: Subject, facts: DeviceFacts, stack: ExitStack) -> Path:
+    device, records = device_of(facts, arguments.device), gpu_records(facts, arguments.device)
+    plan = compile_here(subject.spec, device, records, wish.programs, store_path(arguments.store))
+    return stack.enter_context(plan)
 
 
 def _command_line() -> str:

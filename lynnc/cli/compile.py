@@ -11,6 +11,8 @@ from typing import Any
 import click
 
 from lynnc.artifact import Artifact
+from lynnc.cli.compilereport import print_summary
+from lynnc.cli.knownrecords import known_records, records_options
 from lynnc.cli.output import print_json, warn
 from lynnc.cli.parameters import (
     choose_destination,
@@ -27,7 +29,6 @@ from lynnc.cli.parameters import (
     without_option,
 )
 from lynnc.cli.progress import compile_bar
-from lynnc.cli.report import print_summary
 from lynnc.cli.subject import find_model
 from lynnc.compiler import Compiled, Request, compile_model, plan_name
 from lynnc.plan import Options, Plan
@@ -52,6 +53,8 @@ class Arguments:
     prefill_rows: int
     ptx: bool
     force: bool
+    records: str
+    records_folder: Path | None
     store: Path | None
     jobs: int | None
     context: int
@@ -109,6 +112,7 @@ class CountingStore(Store):
     show_default=True,
     help="Most tokens of a prefill step; longer prompts run chunk by chunk.",
 )
+@records_options
 @click.option("--ptx", is_flag=True, help="Keep the PTX of every kernel in the plan folder.")
 @click.option("--force", is_flag=True, help="Replace a plan folder that exists.")
 @store_option
@@ -163,7 +167,8 @@ def _request(arguments: Arguments) -> Request:
         programs=parse_programs(arguments.programs),
     )
     destination = choose_destination(arguments.target, arguments.device)
-    return Request(destination.target, destination.device, options, arguments.ptx)
+    records = known_records(destination.identity, arguments.records, arguments.records_folder)
+    return Request(destination.target, destination.device, options, arguments.ptx, records)
 
 
 def _report(compiled: Compiled, summary: Summary, outcome: Outcome, as_json: bool) -> None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import click
 import torch
 
-from lynnc.cli.localplan import compile_here, device_of
+from lynnc.cli.localplan import compile_here, device_of, records_of
 from lynnc.cli.output import note, size
 from lynnc.cli.parameters import store_option, store_path
 from lynnc.cli.progress import bytes_bar
@@ -123,9 +123,9 @@ def _open_gpu(choice: EngineChoice, gpu: int, context: int, programs: tuple[str,
     plan = choice.plan
     if plan is None:
         with closing(open_device(gpu)) as opened:
-            device = device_of(opened.facts)
+            device, records = device_of(opened.facts), records_of(opened.facts)
         plan = stack.enter_context(
-            compile_here(packed_model(choice.folder), device, programs, store_path(choice.store))
+            compile_here(packed_model(choice.folder), device, records, programs, store_path(choice.store))
         )
     with bytes_bar("loading") as on_bytes:
         progress = (lambda done, total: on_bytes(done, total, "")) if on_bytes else None

@@ -15,14 +15,14 @@ from lynnc.cli.parameters import (
     complete_models,
     complete_program,
     destination_options,
+    device_of_plan,
     json_option,
     parse_passes,
     without_option,
 )
-from lynnc.cli.subject import Subject, find_subject
-from lynnc.errors import OptionError
+from lynnc.cli.subject import find_subject
 from lynnc.explain import Ceiling, Group, Question, Step, ceilings, explain_step, merge_shapes, without_launches
-from lynnc.target import Device, find_device, find_target
+from lynnc.target import Device
 
 NOTICE = (
     "These are ceilings from a model of bytes, FLOPs and launches, not measurements: "
@@ -72,7 +72,10 @@ def command(**options: Any) -> None:
 def run(arguments: Arguments) -> None:
     """Prints the launches of one program, then the ceilings of several."""
     subject = find_subject(arguments.subject, parse_passes(arguments.without) if arguments.without else ())
-    device = _device(subject, arguments)
+    if subject.plan:
+        device = device_of_plan(subject.plan, arguments.subject, arguments.target, arguments.device)
+    else:
+        device = choose_destination(arguments.target, arguments.device).measure
     settled = settle_activations(subject.spec, device.target, subject.options.without)
     question = Question(device, arguments.context, settled.without)
     step = explain_step(subject.spec, arguments.program, question, subject.options.prefill_rows)
@@ -82,22 +85,6 @@ def run(arguments: Arguments) -> None:
         return
     _print_step(subject.spec.name, question.device, step, arguments.each_shape)
     _print_ceilings(question, limits)
-
-
-def _device(subject: Subject, arguments: Arguments) -> Device:
-    """``--device`` or ``--target``, else the plan's, else this machine's. A plan's code runs on its own target only."""
-    plan = subject.plan
-    if plan is None:
-        return choose_destination(arguments.target, arguments.device).measure
-    if not arguments.target and not arguments.device:
-        return find_device(plan.device) if plan.device else choose_destination(plan.target, None).measure
-    chosen = choose_destination(arguments.target, arguments.device)
-    if chosen.target != find_target(plan.target):
-        raise OptionError(
-            f"{arguments.subject} is for {plan.target} and does not run on {chosen.measure.name} "
-            f"({chosen.target.name}): name a device of {plan.target}, or the model."
-        )
-    return chosen.measure
 
 
 def _print_step(model: str, device: Device, step: Step, each_shape: bool) -> None:

@@ -32,6 +32,7 @@ EXTRAS: Mapping[str, tuple[str, str]] = MappingProxyType(
         **{name: (name, "weights") for name in ("torch", "safetensors", "xxhash", "tokenizers", "numpy")},
         "cuda": ("cuda-bindings", "runtime"),
         "gguf": ("gguf", "bench"),
+        "optuna": ("optuna", "tune"),
     }
 )
 """Package and extra of the modules that only some commands import; ``lynnc compile`` works without."""
@@ -52,10 +53,12 @@ COMMANDS: Mapping[str, Entry] = MappingProxyType(
         "compile": Entry("lynnc.cli.compile", "Compile a model to a plan."),
         "show": Entry("lynnc.cli.show", "Print a model's graph, kernel choices, Triton source or PTX."),
         "explain": Entry("lynnc.cli.explain", "Print the bytes, FLOPs and speed ceilings of a model."),
+        "report": Entry("lynnc.cli.report", "Write one HTML page about a plan."),
         "run": Entry("lynnc.cli.run", "Let a packed model go on with a text.", extra="run"),
         "eval": Entry("lynnc.cli.eval", "Measure how well a packed model predicts a text.", extra="run"),
         "import-config": Entry("lynnc.cli.import_config", "Write a model file from a published config.json."),
         "bench": Entry("lynnc.cli.bench", "Measure how fast a plan decodes on this machine's GPU."),
+        "tune": Entry("lynnc.cli.tune", "Find the best knobs for every kernel on a GPU.", extra="tune"),
         "gate": Entry("lynnc.cli.gate", "Say whether a change of plan or weights may ship."),
         "pack": Entry("lynnc.cli.pack", "Pack a checkpoint into the layout that plans load."),
         "unpack": Entry("lynnc.cli.unpack", "Write a Hugging Face checkpoint from packed weights."),

@@ -17,6 +17,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from lynnc.units import amount, duration, size
+
+__all__ = ["Column", "amount", "duration", "note", "number", "print_json", "print_table", "size", "text", "warn"]
+
 WIDE = 1000
 """More than any table needs: nothing is cut or folded, and ``less -S`` scrolls what a terminal is too narrow for."""
 
@@ -76,27 +80,3 @@ def note(message: str) -> None:
 def warn(message: str) -> None:
     """A warning on standard error."""
     note(f"warning: {message}")
-
-
-def size(count: float) -> str:
-    """Bytes in decimal units, as data sheets give bandwidth: ``1.66 GB``."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return f"{count:.0f} B"
-
-
-def amount(count: float) -> str:
-    """A count in decimal units: ``6.71 G``."""
-    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return f"{count:.0f}"
-
-
-def duration(seconds: float) -> str:
-    """A short time: ``3.14 ms``."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= scale:
-            return f"{seconds / scale:.2f} {unit}"
-    return f"{seconds / 1e-6:.2f} us"

@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 import click
 
 from lynnc.cli.output import note
+from lynnc.deviceidentity import Identity, device_of_identity, identify, identity_of
 from lynnc.errors import OptionError, TargetError
 from lynnc.kernels.kernel import Kernel
 from lynnc.kernels.table import KERNELS
 from lynnc.modelfile import shipped_models
 from lynnc.passes import PIPELINE, check_pass_names
-from lynnc.plan import Options
+from lynnc.plan import Options, Plan
 from lynnc.programs import prefill_programs, program_rows
 from lynnc.store import default_store_path
 from lynnc.target import DEVICES, TARGETS, Device, Target, default_device, find_device, find_target
@@ -33,14 +34,16 @@ Completer = Callable[[click.Context, click.Parameter, str], list[str]]
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """What code is made for: a target, and the device whose records and figures count if one was named."""
+    """What code is made for: a target, the device whose figures count if one was named or is here, and the GPU whose
+    records do."""
 
     target: Target
-    device: Device | None
+    device: Device | None = None
+    identity: Identity | None = None
 
     @property
     def measure(self) -> Device:
-        """The device whose bandwidth estimates use: the one that was named, or the target's usual one."""
+        """The device whose bandwidth estimates use: the one that was named or is here, or the target's usual one."""
         return self.device or default_device(self.target)
 
 
@@ -53,15 +56,32 @@ def choose_destination(target: str | None, device: str | None) -> Destination:
                 f"--target {target} and --device {device} disagree: {chosen.name} is {chosen.target.name}, "
                 "so leave one of them out."
             )
-        return Destination(chosen.target, chosen)
+        return Destination(chosen.target, chosen, identity_of(chosen))
     if target is not None:
-        return Destination(find_target(target), None)
+        return Destination(find_target(target))
     gpu = detect_gpu()
     if gpu is None:
         raise TargetError("No GPU was found here: say what to compile for with --target sm_NN or --device NAME.")
     found = find_target(str(gpu.capability))
-    note(f"for {found.name}, the architecture of this machine's {gpu.name}.")
-    return Destination(found, None)
+    identity = identify(gpu.name, gpu.capability, gpu.sm_count, gpu.l2_bytes)
+    here = device_of_identity(identity)
+    known_as = f" (device {here.name})" if here else ""
+    note(f"for {found.name}, the architecture of this machine's {gpu.name}{known_as}.")
+    return Destination(found, here, identity)
+
+
+def device_of_plan(plan: Plan, name: str, target: str | None, device: str | None) -> Device:
+    """``--device`` or ``--target``, else the plan's own. OptionError for another target: a plan's code runs on its own
+    only; ``name`` is the plan's for the message."""
+    if not target and not device:
+        return find_device(plan.device) if plan.device else choose_destination(plan.target, None).measure
+    chosen = choose_destination(target, device)
+    if chosen.target != find_target(plan.target):
+        raise OptionError(
+            f"{name} is for {plan.target} and does not run on {chosen.measure.name} ({chosen.target.name}): "
+            f"name a device of {plan.target}, or the model."
+        )
+    return chosen.measure
 
 
 def parse_programs(text: str) -> tuple[str, ...]:
@@ -171,6 +191,18 @@ def complete_knobs(ctx: click.Context, param: click.Parameter, incomplete: str) 
     """``kernel.NAME=VALUE`` for every legal value."""
     known = (f"{k.name}.{name}={value}" for k in KERNELS for name, knob in k.space.items() for value in knob.values)
     return [text for text in known if text.startswith(incomplete)]
+
+
+def complete_kernels(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """The last name of a list of kernels."""
+    done, comma, last = incomplete.rpartition(",")
+    names = [kernel.name for kernel in KERNELS if kernel.name.startswith(last)]
+    return [f"{done}{comma}{name}" for name in names if name not in done.split(",")]
+
+
+def complete_devices(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Devices of the table."""
+    return [name for name in DEVICES if name.startswith(incomplete)]
 
 
 def complete_programs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:

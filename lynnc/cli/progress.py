@@ -42,6 +42,21 @@ def steps_bar(verb: str) -> AbstractContextManager[OnProgress | None]:
 
 
 @contextmanager
+def tune_bar(seconds: float | None, trials: int | None) -> Iterator[Callable[[float, int, str], None] | None]:
+    """Gives what is called with seconds and candidates spent and the last result, or None; the nearer end counts."""
+    with _bar(TextColumn("tuning"), BarColumn(), TimeElapsedColumn()) as on_progress:
+        if on_progress is None:
+            yield None
+            return
+
+        def on_result(passed: float, spent: int, label: str) -> None:
+            done = max(passed / seconds if seconds else 0.0, spent / trials if trials else 0.0)
+            on_progress(round(1000 * done), 1000, f"{spent} candidates; {label}")
+
+        yield on_result
+
+
+@contextmanager
 def _bar(*columns: ProgressColumn) -> Iterator[Callable[[int, int, str], None] | None]:
     """A bar of these columns, and of what is next."""
     if not sys.stderr.isatty():

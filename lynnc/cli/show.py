@@ -13,6 +13,7 @@ import click
 
 from lynnc.activations import settle_activations
 from lynnc.choose import choose_all
+from lynnc.cli.knownrecords import known_records, records_options
 from lynnc.cli.output import warn
 from lynnc.cli.parameters import (
     Destination,
@@ -33,7 +34,6 @@ from lynnc.ir import Graph, Op
 from lynnc.lower import lower
 from lynnc.plan import KernelEntry, Plan, Program
 from lynnc.planfile import kernel_file
-from lynnc.records import Records, load_records
 from lynnc.store import Store
 from lynnc.target import find_target
 
@@ -51,6 +51,8 @@ class Arguments:
     target: str | None
     device: str | None
     without: Sequence[str]
+    records: str
+    records_folder: Path | None
     store: Path | None
 
 
@@ -76,6 +78,7 @@ class Chosen:
 @click.option("--op", metavar="NAME", help="Only this op, or those that a pattern such as 'layers.0.*' fits.")
 @destination_options
 @without_option
+@records_options
 @store_option
 def command(**options: Any) -> None:
     """Print a stage of a model or of a compiled plan.
@@ -154,7 +157,7 @@ def _from_model(subject: Subject, arguments: Arguments) -> Iterator[Chosen]:
     if settled.note:
         warn(settled.note)
     graph = fused_graph(subject.spec, arguments.program, settled.without)
-    records = load_records(destination.device.name) if destination.device else Records()
+    records = known_records(destination.identity, arguments.records, arguments.records_folder)
     choices = choose_all(graph, destination.target, records)
     lowered = lower(graph, choices, destination.target)
     for launch in lowered.program.launches:

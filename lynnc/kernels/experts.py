@@ -20,6 +20,7 @@ from lynnc.ir import (
     Weight,
     primitive_ops,
 )
+from lynnc.kernels.constraints import registers_fit_block, weights_fit_registers
 from lynnc.kernels.kernel import (
     FORMAT_CODE,
     Arg,
@@ -214,6 +215,11 @@ def _has_one_part(problem: Problem, knobs: Knobs, target: Target) -> str | None:
     return f"the down projection has {problem['parts']} parts, but its kernel reads one global scale for each expert"
 
 
+def _slots_fit_registers(problem: Problem, knobs: Knobs, target: Target) -> str | None:
+    """A row of the launch has the columns of all slots."""
+    return weights_fit_registers({**problem, "k": int(problem["k"]) * int(problem["slots"])}, knobs, target)
+
+
 EXPERTS_UP = Kernel(
     name="experts_up",
     patterns=("ExpertsUp",),
@@ -222,7 +228,7 @@ EXPERTS_UP = Kernel(
     default=_up_default,
     problem=_up_problem,
     bind=_bind_up,
-    constraints=(_has_two_halves,),
+    constraints=(_has_two_halves, registers_fit_block, weights_fit_registers),
 )
 EXPERTS_DOWN = Kernel(
     name="experts_down",
@@ -232,7 +238,7 @@ EXPERTS_DOWN = Kernel(
     default=_down_default,
     problem=_down_problem,
     bind=_bind_down,
-    constraints=(_has_one_part,),
+    constraints=(_has_one_part, registers_fit_block, _slots_fit_registers),
 )
 
 KERNELS: tuple[Kernel, ...] = (EXPERTS_UP, EXPERTS_DOWN)

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from lynnc.columnorder import BLOCK, ColumnOrder
 from lynnc.ir import Add, DType, Format, Graph, Linear, Op
+from lynnc.kernels.constraints import shared_memory_refusal, sums_refusal
 from lynnc.kernels.kernel import (
     FORMAT_CODE,
     Binding,
@@ -92,9 +93,11 @@ def _fits_shared_memory(problem: Problem, knobs: Knobs, target: Target) -> str |
     m, n, k = knobs["BLOCK_M"], knobs["BLOCK_N"], knobs["BLOCK_K"]
     stages = int(knobs["num_stages"] * k * (2 * m + BYTES[str(problem["formats"])] * n))
     needed = max(stages, 4 * m * n)
-    if needed > target.shared_memory_limit:
-        return f"tiles of {needed:,} bytes exceed the {target.shared_memory_limit:,} of shared memory"
-    return None
+    return shared_memory_refusal("tiles", needed, target)
+
+
+def _sums_fit_registers(problem: Problem, knobs: Knobs, target: Target) -> str | None:
+    return sums_refusal(knobs["BLOCK_M"], knobs["BLOCK_N"], knobs, target)
 
 
 def _fits_parts(problem: Problem, knobs: Knobs, target: Target) -> str | None:
@@ -169,7 +172,7 @@ GEMM = Kernel(
     default=_default,
     problem=_problem,
     bind=_bind,
-    constraints=(_fits_shared_memory, _fits_parts, fits_lanes),
+    constraints=(_fits_shared_memory, _sums_fit_registers, _fits_parts, fits_lanes),
 )
 
 KERNELS = (GEMM,)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from lynnc.ir import GROUP, Add, DType, Graph, Op
+from lynnc.kernels.constraints import shared_memory_refusal, sums_refusal
 from lynnc.kernels.kernel import (
     Binding,
     Choice,
@@ -70,9 +71,11 @@ def _fits_shared_memory(problem: Problem, knobs: Knobs, target: Target) -> str |
     """Codes and scales of both tiles for every stage in flight, and the weight's codes again in their plain order."""
     rows, stages = knobs["BLOCK_M"] + knobs["BLOCK_N"], knobs["num_stages"]
     needed = stages * rows * knobs["BLOCK_K"] * 9 // GROUP + knobs["BLOCK_N"] * knobs["BLOCK_K"] // 2
-    if needed > target.shared_memory_limit:
-        return f"tiles of {needed:,} bytes exceed the {target.shared_memory_limit:,} of shared memory"
-    return None
+    return shared_memory_refusal("tiles", needed, target)
+
+
+def _sums_fit_registers(problem: Problem, knobs: Knobs, target: Target) -> str | None:
+    return sums_refusal(knobs["BLOCK_M"], knobs["BLOCK_N"], knobs, target)
 
 
 def _fits_instruction(problem: Problem, knobs: Knobs, target: Target) -> str | None:
@@ -128,7 +131,7 @@ GEMM_FP4 = Kernel(
     default=_default,
     problem=_problem,
     bind=_bind,
-    constraints=(_fits_instruction, _fits_shared_memory),
+    constraints=(_fits_instruction, _fits_shared_memory, _sums_fit_registers),
 )
 
 

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from lynnc.columnorder import ColumnOrder
 from lynnc.ir import Add, Combine, Dim, Graph, Linear, Op, SharedAdd, SiluMul, Tensor, Weight, primitive_ops
+from lynnc.kernels.constraints import shared_memory_refusal, sums_refusal
 from lynnc.kernels.gemm import fits_lanes
 from lynnc.kernels.kernel import (
     DATA_POINTER,
@@ -200,6 +201,20 @@ def _halves_fit_lanes(problem: Problem, knobs: Knobs, target: Target) -> str | N
     return _fits_lanes(problem, {**knobs, "BLOCK_N": 2 * knobs["BLOCK_N"]}, target)
 
 
+def _fits_shared_memory(problem: Problem, knobs: Knobs, target: Target) -> str | None:
+    """The rows of a tile for every stage in flight; weights may pass from memory to registers."""
+    columns = min(knobs["BLOCK_K"], max(64, next_power_of_two(int(problem["k"]))))
+    return shared_memory_refusal("tiles", 2 * knobs["num_stages"] * int(problem["tile"]) * columns, target)
+
+
+def _sums_fit_registers(problem: Problem, knobs: Knobs, target: Target) -> str | None:
+    return sums_refusal(int(problem["tile"]), knobs["BLOCK_N"], knobs, target)
+
+
+def _both_sums_fit_registers(problem: Problem, knobs: Knobs, target: Target) -> str | None:
+    return sums_refusal(int(problem["tile"]), 2 * knobs["BLOCK_N"], knobs, target)
+
+
 def _has_two_halves(problem: Problem, knobs: Knobs, target: Target) -> str | None:
     return None if int(problem["n"]) % 2 == 0 else f"the weight has {problem['n']} rows, not gate and up of one size"
 
@@ -243,7 +258,7 @@ GROUPED_UP = Kernel(
     default=_up_default,
     problem=_tiles_problem,
     bind=_bind_up,
-    constraints=(_has_two_halves, _halves_fit_lanes),
+    constraints=(_has_two_halves, _halves_fit_lanes, _fits_shared_memory, _both_sums_fit_registers),
 )
 GROUPED_DOWN = Kernel(
     name="grouped_down",
@@ -253,7 +268,7 @@ GROUPED_DOWN = Kernel(
     default=_down_default,
     problem=_tiles_problem,
     bind=_bind_down,
-    constraints=(_fits_lanes,),
+    constraints=(_fits_lanes, _fits_shared_memory, _sums_fit_registers),
 )
 COMBINE_ADD = Kernel(
     name="combine_add",

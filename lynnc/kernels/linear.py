@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from lynnc.ir import GROUP, Add, DType, Graph, Linear, Op, RmsNorm, Weight
+from lynnc.kernels.constraints import registers_fit_block, weights_fit_registers
 from lynnc.kernels.kernel import (
     FORMAT_CODE,
     Arg,
@@ -186,6 +187,7 @@ LINEAR = Kernel(
     default=_default,
     problem=linear_problem,
     bind=_bind,
+    constraints=(registers_fit_block, weights_fit_registers),
 )
 
 KERNELS = (LINEAR,)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from lynnc.ir import Graph, Linear, Op, RmsNorm, SiluMul
+from lynnc.kernels.constraints import registers_fit_block, weights_fit_registers
 from lynnc.kernels.kernel import (
     FORMAT_CODE,
     Binding,
@@ -109,6 +110,7 @@ GATE_UP = Kernel(
     default=_gate_up_default,
     problem=_gate_up_problem,
     bind=_bind_gate_up,
+    constraints=(registers_fit_block, weights_fit_registers),
 )
 
 KERNELS: tuple[Kernel, ...] = (SILU_MUL, GATE_UP)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from lynnc.ir import Combine, DType, ExpertLinear, Graph, Linear, Op, SharedAdd, TopK, Weight
+from lynnc.kernels.constraints import weights_fit_registers
 from lynnc.kernels.kernel import (
     FORMAT_CODE,
     Arg,
@@ -196,6 +197,7 @@ EXPERT_LINEAR = Kernel(
     default=_expert_linear_default,
     problem=projection_problem,
     bind=_bind_expert_linear,
+    constraints=(weights_fit_registers,),
 )
 COMBINE = Kernel(
     name="combine",

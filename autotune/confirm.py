@@ -1,0 +1,116 @@
+"""Winners of kernels have to win whole steps: who slows the step loses, and the next or the default takes its place.
+
+In: the races of all tasks, a bench. Out: a ``Confirmation``, the knobs that each task ends with and why, and the step
+of every program with all defaults and with all choices, measured in turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lynnc.autotune.noise import STEP_FLOOR, is_faster, winner
+from lynnc.autotune.problems import Key, Task
+from lynnc.autotune.race import Contender, Race
+from lynnc.autotune.sweep import StepFinding
+from lynnc.autotune.trial import Bench, Candidate
+
+STEP_REPEATS = 15
+LAST_REPEATS = 40
+MOST_CHALLENGERS = 3
+
+
+@dataclass(slots=True)
+class Confirmation:
+    """Who was chosen for each task by its key, a sentence that says why, and the steps of the programs."""
+
+    chosen: dict[Key, Contender] = field(default_factory=dict)
+    verdicts: dict[Key, str] = field(default_factory=dict)
+    steps: tuple[StepFinding, ...] = ()
+
+    def choose(self, race: Race, contender: Contender, verdict: str) -> None:
+        """Settles a task."""
+        self.chosen[race.task.key] = contender
+        self.verdicts[race.task.key] = verdict
+
+
+def confirm(races: Sequence[Race], bench: Bench, has_time: Callable[[], bool] = lambda: True) -> Confirmation:
+    """Adds the winners one by one, the greatest gain first, each beside those that are in; then all of them at once."""
+    found = Confirmation()
+    for race in races:
+        found.choose(race, race.default, _verdict_of_race(race))
+    for race in sorted(races, key=lambda race: -race.step_gain):
+        if race.challengers and has_time():
+            _confirm_one(race, races, bench, found)
+        elif race.challengers:
+            found.verdicts[race.task.key] = (
+                "there was no time to confirm a faster one in whole steps: the default stays"
+            )
+    found.steps = _confirm_all(races, bench, found)
+    return found
+
+
+def _verdict_of_race(race: Race) -> str:
+    if not any(contender.outcome.is_timed for contender in race.contenders):
+        return f"nothing could be timed: the default {race.default.outcome.status.value}"
+    return "no candidate beats the default beyond the noise"
+
+
+def _confirm_one(race: Race, races: Sequence[Race], bench: Bench, found: Confirmation) -> None:
+    program, key = race.task.program, race.task.key
+    challengers = race.challengers[:MOST_CHALLENGERS]
+    sets = [_choices(program, races, found.chosen)]
+    sets += [_choices(program, races, {**found.chosen, key: challenger}) for challenger in challengers]
+    base, *outcomes = bench.measure_steps(program, sets, STEP_REPEATS)
+    able = [index for index, one in enumerate(outcomes) if one.is_timed and not is_faster(base, one, STEP_FLOOR)]
+    if not able:
+        found.verdicts[key] = f"the fastest kernel slows the step of {program}, so the default stays"
+        return
+    first = able[winner([outcomes[index] for index in able], STEP_FLOOR)]
+    verdict = f"confirmed in the step of {program}"
+    if first != 0:
+        verdict = f"the fastest kernel is not the best for the step of {program}; this one is"
+    found.choose(race, challengers[first], verdict)
+
+
+def _confirm_all(races: Sequence[Race], bench: Bench, found: Confirmation) -> tuple[StepFinding, ...]:
+    """Every program with all of its choices; where that is slower, choices made in other programs go first."""
+    programs = tuple(dict.fromkeys(name for race in races for name in race.task.programs))
+    defaults = {race.task.key: race.default for race in races}
+    steps: dict[str, StepFinding] = {}
+    while len(steps) < len(programs):
+        program = next(name for name in programs if name not in steps)
+        sets = [_choices(program, races, defaults), _choices(program, races, found.chosen)]
+        if sets[0] == sets[1]:
+            (default,) = bench.measure_steps(program, sets[:1], LAST_REPEATS)
+            steps[program] = StepFinding(program, default, default)
+            continue
+        default, tuned = bench.measure_steps(program, sets, LAST_REPEATS)
+        steps[program] = StepFinding(program, default, tuned)
+        if not tuned.is_timed or is_faster(default, tuned, STEP_FLOOR):
+            for task in _drop(program, races, found):
+                for name in task.programs:
+                    steps.pop(name, None)
+    return tuple(steps[name] for name in programs)
+
+
+def _drop(program: str, races: Iterable[Race], found: Confirmation) -> list[Task]:
+    """Gives the default back to what slows a program: to problems chosen in other programs, else to all of them."""
+    changed = [race for race in races if program in race.task.programs and _is_changed(race, found)]
+    foreign = [race for race in changed if race.task.program != program]
+    for race in foreign or changed:
+        found.choose(race, race.default, f"together with others it slows the step of {program}, so the default stays")
+    return [race.task for race in foreign or changed]
+
+
+def _is_changed(race: Race, found: Confirmation) -> bool:
+    return found.chosen[race.task.key] is not race.default
+
+
+def _choices(program: str, races: Sequence[Race], chosen: Mapping[Key, Contender]) -> list[Candidate]:
+    """The candidates of every task that a program uses, as parts of that program."""
+    return [
+        Candidate(program, race.task.kernel.name, race.task.problem, dict(chosen[race.task.key].knobs))
+        for race in races
+        if program in race.task.programs
+    ]

@@ -1,0 +1,121 @@
+"""What a run of the tuner found, as plain values: for its tables, the report page and records.
+
+In: trials and verdicts of a run. Out: a ``Sweep``.
+
+Example::
+
+    sweep = tuner.conclude(budget, about, seconds)
+    for found in sweep.findings:
+        print(found.kernel, found.counts, found.gain)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lynnc.autotune.trial import Outcome, Status
+from lynnc.kernels.kernel import Knobs
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One candidate of a study. ``origin`` says who proposed it; ``is_whole`` whether it got every repeat."""
+
+    number: int
+    knobs: Knobs
+    outcome: Outcome
+    origin: str
+    worker: str = ""
+    is_whole: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A task: what was tried, how its best did against the default in the last race, and which knobs it got.
+
+    ``verdict`` is a sentence. ``default`` and ``best`` are not timed where the budget did not reach the task.
+    ``importances`` is how much of the differences each knob explains, as far as it is known.
+    """
+
+    kernel: str
+    program: str
+    programs: tuple[str, ...]
+    problem: Mapping[str, int | str]
+    launches: int
+    share: float
+    bound_seconds: float
+    default_knobs: Knobs
+    knobs: Knobs
+    default: Outcome
+    best: Outcome
+    verdict: str
+    tried: tuple[Tried, ...] = ()
+    importances: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_default(self) -> bool:
+        """Whether the default stays."""
+        return dict(self.knobs) == dict(self.default_knobs)
+
+    @property
+    def is_raced(self) -> bool:
+        """Whether both times are there."""
+        return self.default.is_timed and self.best.is_timed
+
+    @property
+    def gain(self) -> float:
+        """The part of the default's time that the chosen knobs save; 0 where the default stays."""
+        return 1 - self.best.seconds / self.default.seconds if self.is_raced and not self.is_default else 0.0
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Candidates by what became of them."""
+        return Counter(tried.outcome.status.value for tried in self.tried)
+
+    @property
+    def refusals(self) -> Mapping[str, int]:
+        """Refused candidates by reason, numbers left out so that like reasons are one."""
+        reasons = (tried.outcome.reason for tried in self.tried if tried.outcome.status is Status.REFUSED)
+        return Counter(_kind_of(reason) for reason in reasons)
+
+
+@dataclass(frozen=True, slots=True)
+class StepFinding:
+    """Whole steps of a program in turns: with every default, and with the chosen knobs."""
+
+    program: str
+    default: Outcome
+    tuned: Outcome
+
+    @property
+    def gain(self) -> float:
+        """The part of the default step's time that is saved."""
+        return 1 - self.tuned.seconds / self.default.seconds if self.default.is_timed and self.tuned.is_timed else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """A run. ``is_simulated`` says that no device measured anything; ``settings`` is what was asked for."""
+
+    run: str
+    model: str
+    device: str
+    is_simulated: bool
+    seconds: float
+    settings: Mapping[str, str | int]
+    findings: tuple[Finding, ...]
+    steps: tuple[StepFinding, ...] = ()
+
+
+def outcome_from(values: Mapping[str, Any]) -> Outcome:
+    """An outcome from plain values."""
+    return Outcome(**{**values, "status": Status(values["status"])})
+
+
+def _kind_of(reason: str) -> str:
+    """A reason without its numbers."""
+    words = ("N" if any(letter.isdigit() for letter in word) else word for word in reason.split(":")[0].split())
+    return " ".join(words)

@@ -1,0 +1,159 @@
+"""A whole run: every task searched within the budget, raced, confirmed in whole steps, and summed up.
+
+In: tasks, a run's studies, a bench, a budget. Out: a ``Sweep``. The search may be shared by any number of workers on
+any number of hosts; racing and confirming is one worker's work, at the end.
+
+Example::
+
+    tuner = Tuner(tasks, Run(storage, "h200", Worker.here()), bench, Setting(device), identity)
+    tuner.search(budget, records)
+    sweep = tuner.conclude(budget, About("qwen3.6-35b-a3b", identity))
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from lynnc.artifact import digest
+from lynnc.autotune.bounds import least_bound
+from lynnc.autotune.budget import Budget
+from lynnc.autotune.confirm import Confirmation, confirm
+from lynnc.autotune.problems import Task
+from lynnc.autotune.race import Race, run_race
+from lynnc.autotune.search import Say, Search, Setting
+from lynnc.autotune.studies import KnobStudy, Run
+from lynnc.autotune.sweep import Finding, Sweep
+from lynnc.autotune.trial import Bench, Outcome, Status
+from lynnc.deviceidentity import Identity
+from lynnc.records import Records, legal_records
+from lynnc.render import template_digest
+from lynnc.tools import find_tools
+
+NOT_REACHED = Outcome(Status.REFUSED, reason="the budget did not reach it")
+MOST_RECORDS = 3
+"""Records of a problem, or of near ones, that are in the race; outdated ones too."""
+RACING = 0.5
+"""Part of the time after the search for races; the rest is for whole steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a sweep says of itself: the model, the device, whether it was simulated, and what was asked for."""
+
+    model: str
+    device: Identity
+    is_simulated: bool = False
+    settings: Mapping[str, str | int] = field(default_factory=dict)
+
+
+class Tuner:
+    """Tasks with their studies, on one bench."""
+
+    def __init__(self, tasks: Sequence[Task], run: Run, bench: Bench, setting: Setting, identity: Identity) -> None:
+        self.tasks = tuple(tasks)
+        self._run, self._bench, self._setting = run, bench, setting
+        self._studies = {task.key: run.study(task, study_digest(task, identity)) for task in self.tasks}
+
+    def study(self, task: Task) -> KnobStudy:
+        """The study of a task."""
+        return self._studies[task.key]
+
+    def search(self, budget: Budget, records: Records, say: Say | None = None) -> None:
+        """Each task for its share of what is left, so that what one does not need goes to those behind it.
+
+        The first candidates of the next task compile while one is searched.
+        """
+        left = sum(task.share for task in self.tasks)
+        begun: deque[Search] = deque()
+        try:
+            for index, task in enumerate(self.tasks):
+                allowance = budget.part(min(1.0, task.share / left) if left > 0 else 1.0)
+                left -= task.share
+                if not allowance.is_left():
+                    return
+                for following in self.tasks[index + len(begun) : index + 2]:
+                    begun.append(self._begin(following, records))
+                begun.popleft().run(allowance, budget, say)
+        finally:
+            for search in begun:
+                search.release()
+
+    def _begin(self, task: Task, records: Records) -> Search:
+        search = Search(task, self.study(task), self._bench, self._setting)
+        known = legal_records(records, task.kernel, task.problem, self._setting.device.target)
+        search.begin([match.record.knobs for match in islice(known, MOST_RECORDS)])
+        return search
+
+    def conclude(self, budget: Budget, about: About) -> Sweep:
+        """Races what was tried, confirms the winners, and sums up."""
+        races: list[Race] = []
+        end = 0.0 if math.isinf(budget.seconds_left) else (1 - RACING) * budget.seconds_left
+        for task in self.tasks:
+            study = self.study(task)
+            study.replace_lost()
+            if any(tried.outcome.is_timed for tried in study.tried()) and (budget.seconds_left > end or not races):
+                races.append(run_race(task, study, self._bench, self._setting.device))
+        confirmation = confirm(races, self._bench, lambda: budget.seconds_left > 0)
+        by_key = {race.task.key: race for race in races}
+        findings = [self._finding(task, by_key.get(task.key), confirmation) for task in self.tasks]
+        return Sweep(
+            run=self._run.name,
+            model=about.model,
+            device=about.device.name,
+            is_simulated=about.is_simulated,
+            seconds=budget.seconds_spent,
+            settings=dict(about.settings),
+            findings=tuple(found if not about.is_simulated else _predicted(found) for found in findings),
+            steps=confirmation.steps,
+        )
+
+    def _finding(self, task: Task, race: Race | None, confirmation: Confirmation) -> Finding:
+        study, default = self.study(task), task.default(self._setting.device)
+        chosen = confirmation.chosen[task.key] if race else None
+        return Finding(
+            kernel=task.kernel.name,
+            program=task.program,
+            programs=task.programs,
+            problem=_plain(task.problem),
+            launches=task.launches,
+            share=task.share,
+            bound_seconds=least_bound(task, self._setting.device, self._setting.context),
+            default_knobs=default,
+            knobs=chosen.knobs if chosen else default,
+            default=race.default.outcome if race else NOT_REACHED,
+            best=chosen.outcome if chosen else NOT_REACHED,
+            verdict=confirmation.verdicts[task.key] if race else NOT_REACHED.reason,
+            tried=study.tried(),
+            importances=study.importances(),
+        )
+
+
+def _predicted(found: Finding) -> Finding:
+    """A finding whose verdict says that nothing was run."""
+    return replace(found, verdict=f"{found.verdict}, by prediction alone") if found.is_raced else found
+
+
+def study_digest(task: Task, identity: Identity) -> str:
+    """Stands for all that makes earlier times of a task invalid: device, template, compiler, and the problem itself."""
+    tools = find_tools()
+    ptxas = tools.ptxas_for(int("".join(filter(str.isdigit, identity.arch))))
+    facts = {
+        "problem": _plain(task.problem),
+        "kernel": task.kernel.name,
+        "program": task.program,
+        "template": template_digest(task.kernel.template),
+        "device": repr(identity),
+        "triton": tools.triton_version,
+        "ptxas": ptxas.version if ptxas else None,
+    }
+    return digest(json.dumps(facts, sort_keys=True).encode())
+
+
+def _plain(problem: Mapping[str, int | str]) -> dict[str, int | str]:
+    """A problem without the enumerations of formats."""
+    return {name: value if isinstance(value, int) else str(value) for name, value in problem.items()}

@@ -1,0 +1,100 @@
+"""Who works on a study, whether it is still alive, and the beat by which others know.
+
+In: a seed. Out: a ``Worker`` whose name tells host, process and its start, and a ``Heart`` that a database hears while
+candidates are in hand. A journal file has no heartbeats: there a worker of this host is dead if its process is, and
+one of another host if it has held a candidate for longer than any takes.
+
+Example::
+
+    worker = Worker.here(seed=1)
+    worker.knows_to_be_lost("otherhost:4711:123456", started)
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+HEARTBEAT_SECONDS = 5
+LOST_AFTER_SECONDS = 60
+"""Silence after which a database takes a worker for dead."""
+LONGEST_HOLD_SECONDS = 900
+"""A worker holds some candidates while they compile, and the slowest is given up after minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A process that measures. ``name`` is ``host:process:start``, which no other process ever has."""
+
+    name: str
+    seed: int = 0
+
+    @staticmethod
+    def here(seed: int = 0) -> Worker:
+        """This process."""
+        pid = os.getpid()
+        return Worker(f"{socket.gethostname()}:{pid}:{_start_of(pid)}", seed)
+
+    def knows_to_be_lost(self, other: str, started: datetime.datetime | None) -> bool:
+        """Whether another worker, which began a candidate at ``started``, is gone."""
+        host, pid, start = ([*other.split(":"), "", "", ""])[:3]
+        if other == self.name:
+            return False
+        if host == self.name.split(":")[0] and pid.isdigit():
+            return _start_of(int(pid)) != start
+        age = datetime.datetime.now() - started if started else datetime.timedelta(0)
+        return age.total_seconds() > LONGEST_HOLD_SECONDS
+
+
+def _start_of(pid: int) -> str:
+    """When a process began, in ticks since the machine did; empty if there is none or it is a zombie."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    fields = text.rpartition(")")[2].split()
+    return "" if fields[0] in ("Z", "X") else fields[19]
+
+
+class Heart:
+    """Beats for every trial in hand, from a thread, into a storage that listens; does nothing without one."""
+
+    def __init__(self, beat: Callable[[int], None] | None) -> None:
+        self._beat = beat
+        self._held: set[int] = set()
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True) if beat else None
+
+    def hold(self, trial: int) -> None:
+        """Beats for a trial from now on."""
+        with self._lock:
+            self._held.add(trial)
+        if self._beat and self._thread:
+            self._beat(trial)
+            if not self._thread.is_alive():
+                self._thread.start()
+
+    def let_go(self, trial: int) -> None:
+        """The trial is finished."""
+        with self._lock:
+            self._held.discard(trial)
+
+    def stop(self) -> None:
+        """Beats no more."""
+        self._stopped.set()
+        if self._thread and self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(HEARTBEAT_SECONDS):
+            with self._lock:
+                held = tuple(self._held)
+            for trial in held:
+                if self._beat:
+                    self._beat(trial)

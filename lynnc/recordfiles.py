@@ -1,0 +1,155 @@
+"""Where records lie: ``autotune/records/<device>.json``, which ships, and the user's own, one file for each.
+
+In: a device and the user's folder of records. Out: ``Records``; damaged, foreign and unreadable files are left out and
+nothing fails. A user's record is a file ``DEVICE/KERNEL-KEY.json`` of the same form as a shipped one, with one record.
+Two writers therefore never touch the same file unless they answer the same question, and then the later whole answer
+stands: no lock is needed, which network file systems may not have and a killed process would leave behind.
+
+Example::
+
+    folder = default_records_folder(os.environ)          # the command line only
+    records = load_records(identity_of(find_device("h200")), folder)
+    write_user_record(folder, record)
+    export_records(Path("h200.json"), record.device, folder)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.resources import files
+from pathlib import Path
+
+from lynnc.artifact import digest
+from lynnc.deviceidentity import Identity
+from lynnc.errors import OptionError, OutputError
+from lynnc.kernels.table import KERNELS
+from lynnc.outputfile import place_file, write_file
+from lynnc.record import Record, merge_records, parse_records, records_text
+from lynnc.records import Known, Records
+from lynnc.render import template_digest
+from lynnc.store import cache_folder
+
+
+class RecordChoice(StrEnum):
+    """Which records count."""
+
+    ALL = "all"
+    SHIPPED = "shipped"
+    USER = "user"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """How many records of a file were taken, how many were no better than known ones, and how many were outdated."""
+
+    taken: int
+    kept: int
+    outdated: int
+
+
+def default_records_folder(environment: Mapping[str, str]) -> Path:
+    """``$XDG_CACHE_HOME/lynnc/records``, or ``~/.cache/lynnc/records``."""
+    return cache_folder(environment) / "records"
+
+
+def load_records(
+    device: Identity | None, folder: Path | None = None, choice: RecordChoice = RecordChoice.ALL
+) -> Records:
+    """All records of the device's architecture; ``folder`` holds the user's. None of any for no device."""
+    if device is None:
+        return Records()
+    known: list[Known] = []
+    if folder and choice in (RecordChoice.ALL, RecordChoice.USER):
+        known += _user_records(folder)
+    if choice in (RecordChoice.ALL, RecordChoice.SHIPPED):
+        known += _shipped_records()
+    return Records(device, tuple(item for item in known if item.record.device.arch == device.arch))
+
+
+def write_user_record(folder: Path, record: Record) -> Path:
+    """Puts one record in the user's folder, in the place of an earlier answer to its question; OutputError if it cannot
+    be written."""
+    path = _path_of(folder, record)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        place_file(path, records_text([record]).encode())
+    except OSError as error:
+        raise OutputError(
+            f"The record {path} cannot be written ({error.strerror or error}): give a writable folder with "
+            "--records-folder."
+        ) from error
+    return path
+
+
+def export_records(path: Path, device: Identity, folder: Path, force: bool = False) -> int:
+    """Writes the best known records of one device as a file that can ship, and says how many they are.
+
+    The user's and the shipped ones are merged; outdated and simulated ones are left out. OptionError if none is left.
+    """
+    records = [record for record in _current(_records_of(device, folder)) if not record.is_simulated]
+    if not records:
+        raise OptionError(f"There are no records of {device.name} in {folder}: run `lynnc tune` on that device first.")
+    write_file(path, records_text(records), force, "--export")
+    return len(merge_records(records))
+
+
+def import_records(path: Path, folder: Path) -> Imported:
+    """Takes the records of a file into the user's folder that are better than those known; OptionError for a file that
+    holds none."""
+    try:
+        found = parse_records(path.read_bytes())
+    except OSError as error:
+        raise OptionError(
+            f"{path} cannot be read ({error.strerror or error}): give --import a file of records."
+        ) from error
+    if not found:
+        raise OptionError(f"{path} holds no records of this schema: give --import a file that --export wrote.")
+    current = merge_records(_current(found))
+    rivals = {rival.question: rival for rival in merge_records(_records_of(found[0].device, folder))}
+    taken = [new for new in current if new.question not in rivals or new.beats(rivals[new.question])]
+    for record in taken:
+        write_user_record(folder, record)
+    return Imported(len(taken), len(current) - len(taken), len(merge_records(found)) - len(current))
+
+
+def is_current(record: Record) -> bool:
+    """Whether the kernel is still there and its template has the text that the record is valid for."""
+    templates = {kernel.name: kernel.template for kernel in KERNELS}
+    return record.kernel in templates and record.template == template_digest(templates[record.kernel])
+
+
+def _current(records: Iterable[Record]) -> Iterator[Record]:
+    return (record for record in records if is_current(record))
+
+
+def _records_of(device: Identity, folder: Path) -> list[Record]:
+    return [known.record for known in load_records(device, folder).known if known.record.device == device]
+
+
+def _shipped_records() -> Iterator[Known]:
+    shipped = files("lynnc.autotune").joinpath("records")
+    for entry in sorted(shipped.iterdir(), key=lambda entry: entry.name):
+        if entry.name.endswith(".json"):
+            for record in parse_records(entry.read_bytes()):
+                if entry.name == f"{record.device.name}.json":
+                    yield Known(record, False, f"autotune/records/{entry.name}")
+
+
+def _user_records(folder: Path) -> Iterator[Known]:
+    for path in sorted(folder.glob("*/*.json")):
+        try:
+            data = path.read_bytes()
+        except OSError:
+            continue
+        for record in parse_records(data):
+            if path == _path_of(folder, record):
+                yield Known(record, True, str(path.parent))
+
+
+def _path_of(folder: Path, record: Record) -> Path:
+    """Simulated records lie beside measured ones and never replace them."""
+    kind = "-simulated" if record.is_simulated else ""
+    return folder / record.device.name / f"{record.kernel}-{digest(record.question.encode())[:32]}{kind}.json"

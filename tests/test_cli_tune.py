@@ -1,0 +1,212 @@
+"""``lynnc tune`` from the command line, on devices that are not there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner
+
+from lynnc.autotune.publish import records_of
+from lynnc.cli import tunerun
+from lynnc.cli.main import cli
+from lynnc.cli.tunefleet import run_workers, worker_commands
+from lynnc.cli.tunewish import wish_of
+from lynnc.deviceidentity import identity_of
+from lynnc.errors import DeviceError
+from lynnc.record import RecordOrigin
+from lynnc.recordfiles import load_records
+from lynnc.report.tuning import TuneSummary
+from lynnc.target import find_device
+
+REHEARSE = ("tune", "tiny-moe", "--rehearse", "--programs", "decode/1", "--kernels", "embed,gdn_step")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "lynnc"
+
+
+def lynnc(*arguments: object):
+    return CliRunner().invoke(cli, [str(word) for word in arguments], prog_name="lynnc")
+
+
+def test_a_rehearsal_prints_what_was_tried_and_records_nothing(cache):
+    result = lynnc(*REHEARSE, "--trials", 12)
+    assert result.exit_code == 0, result.output
+    assert "a made-up device" in result.stdout and "whole steps, in turns" in result.stdout
+    assert "gdn_step" in result.stdout and "12 candidates" in result.stdout
+    assert not (cache / "records").exists() and list((cache / "tune").glob("tiny-moe.h200.journal"))
+
+
+def test_the_summary_is_what_the_report_reads(tmp_path):
+    file = tmp_path / "tune.json"
+    result = lynnc(*REHEARSE, "--trials", 20, "--seed", 3, "--output", file, "--json")
+    assert result.exit_code == 0, result.output
+    summary = TuneSummary.from_dict(json.loads(file.read_text()))
+    assert summary == TuneSummary.from_dict(json.loads(result.stdout))
+    assert (summary.model, summary.device, summary.seed, summary.is_simulated) == ("tiny-moe", "h200", 3, True)
+    assert {study.kernel for study in summary.kernels} == {"embed", "gdn_step"}
+    assert summary.counts["timed"] > 10 and summary.steps[0].program == "decode/1"
+
+
+def test_a_run_goes_on_with_what_was_kept():
+    first = lynnc(*REHEARSE, "--trials", 4, "--json")
+    second = lynnc(*REHEARSE, "--trials", 4, "--json", "--resume")
+    counts = [TuneSummary.from_dict(json.loads(result.stdout)).counts for result in (first, second)]
+    assert sum(counts[1].values()) >= sum(counts[0].values()) + 4
+    fresh = TuneSummary.from_dict(json.loads(lynnc(*REHEARSE, "--trials", 4, "--json", "--study", "new").stdout))
+    assert sum(fresh.counts.values()) < sum(counts[1].values())
+    assert lynnc(*REHEARSE, "--resume", "--study", "other").exit_code == 2
+
+
+def test_an_interrupt_says_how_to_go_on(monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tunerun.Tuner, "search", interrupt)
+    result = lynnc(*REHEARSE, "--trials", 4)
+    assert result.exit_code == 130 and "go on with --resume" in result.stderr
+
+
+def test_a_simulation_leaves_records_that_say_so(tmp_path):
+    records = tmp_path / "records"
+    result = lynnc("tune", "tiny-moe", "--simulate", "spark", "--kernels", "embed", "--programs", "decode/1",
+                   "--trials", 3, "--records-folder", records, "--store", tmp_path / "store")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "simulated: ranked by what the compiler made, not measured" in result.stdout
+    (known,) = (one for one in load_records(identity_of(find_device("spark")), records).known if one.is_user)
+    assert known.record.origin is RecordOrigin.SIMULATED and known.record.kernel == "embed"
+    assert known.record.seconds and known.record.triton
+
+
+def test_workers_of_several_gpus_search_and_this_process_decides(tmp_path):
+    storage = tmp_path / "fleet.journal"
+    result = lynnc(*REHEARSE, "--devices", "cuda:0,cuda:1", "--trials", 12, "--storage", storage, "--json")
+    assert result.exit_code == 0, result.output
+    summary = TuneSummary.from_dict(json.loads(result.stdout))
+    assert sum(summary.counts.values()) >= 12 and summary.kernels
+
+
+def test_each_worker_gets_its_gpu_seed_and_part_of_the_candidates():
+    from lynnc.cli.tunewish import Arguments
+
+    empty = dict.fromkeys(Arguments.__slots__)
+    given = {"model": "tiny-moe", "devices": "cuda:0,cuda:2", "trials": 9, "seed": 5, "programs": "decode/1"}
+    arguments = Arguments(**{**empty, "without": (), "resume": False, "search_only": False, "rehearse": False, **given})
+    commands = worker_commands(arguments, wish_of(arguments), "postgresql://host/db", "run")
+    lines = [" ".join(command) for command in commands]
+    assert len(lines) == 2 and all("--search-only" in line and "--trials 5" in line for line in lines)
+    assert "--device cuda:0 --seed 5" in lines[0] and "--device cuda:2 --seed 7" in lines[1]
+    assert all("--storage postgresql://host/db --study run" in line for line in lines)
+
+
+def test_some_workers_may_fail_but_not_all(capsys):
+    good, bad = [sys.executable, "-c", "pass"], [sys.executable, "-c", "raise SystemExit(3)"]
+    run_workers([good, bad])
+    assert "worker 1 ended with code 3" in capsys.readouterr().err
+    with pytest.raises(DeviceError, match="Every worker failed"):
+        run_workers([bad, bad])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "needs a model"),
+        (("tiny-moe", "--rehearse", "--simulate", "spark"), "leave one of them out"),
+        (("tiny-moe", "--simulate", "spark", "--device", "cuda:0"), "needs no GPU"),
+        (("tiny-moe", "--simulate", "sparc"), "did you mean spark?"),
+        (("tiny-moe", "--device", "h200"), "write GPUs by their numbers"),
+        (("tiny-moe", "--device", "cuda:0,cuda:1"), "write GPUs by their numbers"),
+        (("tiny-moe", "--devices", "cuda:0,cuda:0"), "name each GPU once"),
+        (("tiny-moe", "--device", "cuda:0", "--devices", "all"), "leave one of them out"),
+        (("tiny-moe", "--budget", "10"), "--budget 10"),
+        (("tiny-moe", "--study", "a/b"), "--study a/b"),
+        (("tiny-moe", "--search-only"), "--search-only"),
+        (("tiny-moe", "--rehearse", "--kernels", "lineal"), "no kernel lineal"),
+        (("tiny-moe", "--rehearse", "--resume"), "--resume"),
+        (("tiny-moe", "--rehearse", "--storage", "oracle://x"), "--storage oracle"),
+        (("tiny-moe", "--programs", "decode/9"), "decode/9"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message):
+    result = lynnc("tune", *arguments)
+    assert result.exit_code == 2 and message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_without_optuna_the_message_says_what_to_install(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("lynnc.cli.tunerun")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in [name for name in sys.modules if name.split(".")[0] == "optuna" or name == "lynnc.autotune.studies"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    for name in ("tuner", "race", "search", "studies"):
+        monkeypatch.delitem(sys.modules, f"lynnc.autotune.{name}", raising=False)
+    result = lynnc("tune", "tiny-moe", "--rehearse")
+    assert result.exit_code == 2 and "pip install -e '.[tune]'" in result.stderr
+
+
+def test_help_compile_and_completion_do_not_import_optuna(tmp_path):
+    code = (
+        "import sys\nfrom lynnc.cli.main import cli\n"
+        "for arguments in (['tune', '--help'], ['--help'], ['compile', '--help'], ['completion', 'bash']):\n"
+        "    try: cli.main(arguments)\n    except SystemExit as end: assert not end.code, end\n"
+        "import lynnc.compiler\nprint([name for name in ('optuna', 'torch') if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found.splitlines()[-1] == "[]"
+
+
+def test_only_one_file_imports_optuna():
+    root = Path(__file__).resolve().parent.parent
+    users = [
+        path.name
+        for folder in ("lynnc", "autotune", "runtime")
+        for path in (root / folder).rglob("*.py")
+        if "import optuna" in path.read_text() or "from optuna" in path.read_text()
+    ]
+    assert users == ["studies.py"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        (["--kernels", "linear,exp"], "linear,experts_up"),
+        (["--simulate", "sp"], "spark"),
+        (["--programs", "decode/1,pre"], "decode/1,prefill"),
+        (["tiny-m"], "tiny-moe"),
+    ],
+)
+def test_completion(typed, expected):
+    from click.shell_completion import ShellComplete
+
+    completion = ShellComplete(cli, {}, "lynnc", "_LYNNC_COMPLETE")
+    *before, last = typed
+    assert expected in [item.value for item in completion.get_completions(["tune", *before], last)]
+
+
+def test_exported_records_can_be_imported_elsewhere(tmp_path):
+    records, file, other = tmp_path / "records", tmp_path / "h200.json", tmp_path / "other"
+    result = lynnc("tune", "--export", file, "--simulate", "h200", "--records-folder", records)
+    assert result.exit_code == 0 and "records of h200" in result.stderr and file.exists()
+    result = lynnc("tune", "--import", file, "--records-folder", other)
+    assert result.exit_code == 0 and "records taken" in result.stderr
+
+
+def test_a_record_is_made_of_every_race(monkeypatch):
+    kept = []
+    monkeypatch.setattr(tunerun, "print_sweep", kept.append)
+    assert lynnc(*REHEARSE, "--trials", 20).exit_code == 0
+    (sweep,) = kept
+    device = identity_of(find_device("h200"))
+    records = tuple(records_of(sweep, device, SimpleNamespace(isoformat=lambda: "2026-11-30")))  # type: ignore[arg-type]
+    assert len(records) == sum(found.is_raced for found in sweep.findings) == 2
+    for record, found in zip(records, sweep.findings, strict=True):
+        assert record.gain == found.gain and record.seconds == found.best.seconds and record.date == "2026-11-30"
+        assert record.origin is RecordOrigin.SIMULATED and record.spread and record.spread > 0

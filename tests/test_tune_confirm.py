@@ -1,0 +1,133 @@
+"""Winners have to win whole steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from tuning import DEVICE, Rig, finding, tasks
+
+from lynnc.autotune.confirm import LAST_REPEATS, confirm
+from lynnc.autotune.race import Contender, Race
+from lynnc.autotune.synthetic import SyntheticBench, Traits
+from lynnc.autotune.trial import Candidate, Outcome, Status
+
+BOTH = ("decode/1", "prefill/16")
+
+
+def timed(seconds: float) -> Outcome:
+    return Outcome(Status.TIMED, seconds, seconds, seconds, 20)
+
+
+class Steps:
+    """A bench that times steps by a function of their candidates."""
+
+    def __init__(self, seconds) -> None:
+        self.seconds, self.asked = seconds, []
+
+    def measure_steps(self, program: str, choices: Sequence[Sequence[Candidate]], repeats: int) -> list[Outcome]:
+        self.asked.append((program, choices))
+        return [timed(self.seconds(program, {one.kernel: dict(one.knobs) for one in chosen})) for chosen in choices]
+
+
+@pytest.fixture(scope="module")
+def races():
+    """Two tasks whose second contender is twice and whose third is 1.5 times as fast as the default."""
+    found = []
+    for task in (*tasks("embed", "gdn_step", programs=BOTH),):
+        knobs = task.default(DEVICE)
+        others = [{**knobs, "num_warps": warps} for warps in (8, 16)]
+        contenders = [Contender(knobs, "default", timed(3e-6)), Contender(others[0], "sampler", timed(1.5e-6))]
+        found.append(Race(task, (*contenders, Contender(others[1], "sampler", timed(2e-6)))))
+    return found
+
+
+def warps(chosen) -> list[int]:
+    return [contender.knobs["num_warps"] for contender in chosen.chosen.values()]
+
+
+def test_winners_that_speed_the_step_up_stay(races):
+    found = confirm(
+        races, Steps(lambda program, chosen: 1 - sum(knobs["num_warps"] == 8 for knobs in chosen.values()) / 10)
+    )
+    assert warps(found) == [8, 8] and all("confirmed" in verdict for verdict in found.verdicts.values())
+    assert {step.program: round(step.gain, 3) for step in found.steps} == {"decode/1": 0.2, "prefill/16": 0.1}
+
+
+def test_a_winner_that_slows_the_step_loses_to_the_next(races):
+    def seconds(program, chosen):
+        return 1 + sum({8: 0.05, 16: -0.02}.get(knobs["num_warps"], 0) for knobs in chosen.values())
+
+    found = confirm(races, Steps(seconds))
+    assert warps(found) == [16, 16]
+    assert all("the fastest kernel is not the best for the step" in verdict for verdict in found.verdicts.values())
+
+
+def test_the_default_stays_where_every_faster_kernel_slows_the_step(races):
+    found = confirm(races, Steps(lambda program, chosen: 1 + sum(k["num_warps"] in (8, 16) for k in chosen.values())))
+    assert [contender.origin for contender in found.chosen.values()] == ["default", "default"]
+    assert all("slows the step" in verdict for verdict in found.verdicts.values())
+    assert all(step.gain == 0 for step in found.steps)
+
+
+def test_a_choice_that_slows_another_program_goes(races):
+    def seconds(program, chosen):
+        is_fast = chosen["embed"]["num_warps"] in (8, 16)
+        return 1 + (-0.1 if program == "decode/1" else 0.2) * is_fast
+
+    found = confirm(races, Steps(seconds))
+    by_kernel = {race.task.kernel.name: found.chosen[race.task.key] for race in races}
+    assert by_kernel["embed"].origin == "default" and by_kernel["gdn_step"].origin == "sampler"
+    assert "prefill/16" in found.verdicts[next(race.task.key for race in races if race.task.kernel.name == "embed")]
+    assert all(step.gain == 0 for step in found.steps)
+
+
+def test_together_they_must_not_be_slower_either(races):
+    class Late(Steps):
+        """One by one each is a gain; all at once, measured longer, they are none."""
+
+        def measure_steps(self, program, choices, repeats):
+            self.seconds = (lambda program, chosen: 1 + 0.1 * fast(chosen)) if repeats == LAST_REPEATS else one_by_one
+            return super().measure_steps(program, choices, repeats)
+
+    def fast(chosen):
+        return sum(knobs["num_warps"] in (8, 16) for knobs in chosen.values())
+
+    def one_by_one(program, chosen):
+        return 1 - 0.1 * fast(chosen)
+
+    found = confirm(races, Late(one_by_one))
+    assert [contender.origin for contender in found.chosen.values()] == ["default", "default"]
+    assert all("together" in verdict for verdict in found.verdicts.values())
+
+
+def test_the_default_wins_a_race_that_is_a_tie(races):
+    contenders = (races[0].default, Contender({}, "sampler", timed(2.99e-6)))
+    race = Race(races[0].task, contenders)
+    assert race.best is race.default and race.challengers == () and race.step_gain == 0
+
+
+def test_without_time_nothing_is_changed(races):
+    found = confirm(races, Steps(lambda program, chosen: 1.0), has_time=lambda: False)
+    assert all(contender.origin == "default" for contender in found.chosen.values())
+    assert all("no time" in verdict for verdict in found.verdicts.values())
+
+
+def test_a_kernel_winner_that_disturbs_its_neighbours_loses_on_the_whole_device():
+    found = tasks("experts_up", "experts_down")
+    up, down = sorted(found, key=lambda task: task.kernel.name, reverse=True)
+    calm = Rig(found, Traits(seed=3, noise=0.001)).sweep(trials=150)
+    assert not finding(calm, up).is_default and not finding(calm, down).is_default
+    traits = Traits(seed=3, noise=0.001, disturbing={"experts_up": 50e-6})
+    rough = Rig(found, traits).sweep(trials=150)
+    assert finding(rough, up).is_default and not finding(rough, down).is_default
+    assert "slows the step of decode/1" in finding(rough, up).verdict
+    assert rough.steps[0].gain > 0
+
+
+def test_the_made_up_device_keeps_its_word():
+    found = tasks("experts_up")
+    bench = SyntheticBench(found, DEVICE, Traits(seed=8), lambda seconds: None)
+    best = bench.seconds(found[0], bench.optimum(found[0]))
+    assert bench.fault(found[0], bench.optimum(found[0])) is None
+    assert bench.seconds(found[0], found[0].default(DEVICE)) > best

@@ -1,0 +1,45 @@
+"""``lynnc tune`` on a GPU: a small model within a short budget, and what is left of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from lynnc.cli.main import cli
+from lynnc.record import RecordOrigin, parse_records
+from lynnc.report.tuning import TuneSummary
+
+pytestmark = pytest.mark.gpu
+ARGUMENTS = ("tune", "tiny-moe", "--device", "cuda:0", "--programs", "decode/1,decode/2,prefill/16")
+
+
+def lynnc(*arguments: object):
+    return CliRunner().invoke(cli, [str(word) for word in arguments], prog_name="lynnc")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def packages():
+    pytest.importorskip("optuna", reason="the extra tune is not installed")
+
+
+def test_a_small_model_is_tuned_resumed_and_recorded(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    wanted = (*ARGUMENTS, "--kernels", "gdn_step,embed,gemm", "--json")
+    first = lynnc(*wanted, "--budget", "60s", "--trials", 30)
+    assert first.exit_code == 0, first.output
+    summary = TuneSummary.from_dict(json.loads(first.stdout))
+    assert not summary.is_simulated and summary.counts["timed"] >= 10
+    assert {study.kernel for study in summary.kernels} <= {"gdn_step", "embed", "gemm"}
+    for study in summary.kernels:
+        assert study.best_seconds <= 1.02 * study.default_seconds
+    for step in summary.steps:
+        assert step.best_seconds <= 1.02 * step.default_seconds
+    second = lynnc(*wanted, "--trials", 10, "--resume")
+    assert second.exit_code == 0, second.output
+    more = TuneSummary.from_dict(json.loads(second.stdout))
+    assert sum(more.counts.values()) >= sum(summary.counts.values())
+    files = list((tmp_path / "cache" / "lynnc" / "records").glob("*/*.json"))
+    (record, *_) = parse_records(files[0].read_text())
+    assert record.origin is RecordOrigin.MEASURED and record.seconds

@@ -1,0 +1,237 @@
+"""Storages, workers that die, and runs that go on."""
+
+from __future__ import annotations
+
+import datetime
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from postgres import find_program, server
+from tuning import IDENTITY, MODEL, finding
+from tuning_worker import rig
+
+from lynnc.autotune import studies
+from lynnc.autotune.studies import Run, open_storage, runs_in
+from lynnc.autotune.trial import Outcome, Status
+from lynnc.autotune.tuner import About, Tuner, study_digest
+from lynnc.autotune.worker import LONGEST_HOLD_SECONDS, Worker
+from lynnc.errors import OptionError
+from lynnc.records import Records
+
+HERE = Path(__file__).parent
+TIMED = Outcome(Status.TIMED, 2e-6, 1.9e-6, 2.1e-6, 5)
+
+
+def start_worker(storage: str, study: str, seed: int, trials: int, seconds: float = 0.02) -> subprocess.Popen[str]:
+    command = [sys.executable, str(HERE / "tuning_worker.py"), storage, study, str(seed), str(trials), str(seconds)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def begin(*workers: subprocess.Popen[str]) -> None:
+    """Lets workers go once all of them are ready."""
+    for worker in workers:
+        assert worker.stdout and worker.stdout.readline() == "ready\n"
+    for worker in workers:
+        assert worker.stdin
+        worker.stdin.write("\n")
+        worker.stdin.flush()
+
+
+def kill_after(worker: subprocess.Popen[str], lines: int) -> list[int]:
+    """Kills a worker once it has finished some candidates; their numbers."""
+    assert worker.stdout
+    numbers = [int(worker.stdout.readline()) for _ in range(lines)]
+    worker.send_signal(signal.SIGKILL)
+    rest = worker.stdout.read().split()
+    worker.wait()
+    return numbers + [int(word) for word in rest if word.isdigit()]
+
+
+def studies_of(tuner: Tuner):
+    return [tuner.study(task) for task in tuner.tasks]
+
+
+@pytest.fixture(params=["journal", "sqlite"])
+def storage(request, tmp_path) -> str:
+    return str(tmp_path / "journal") if request.param == "journal" else f"sqlite:///{tmp_path}/tune.db"
+
+
+def test_a_candidate_outlives_its_storage_being_closed(storage):
+    made = rig(storage, "a")
+    study = made.tuner().study(made.tasks[0])
+    study.offer(made.tasks[0].default(made.bench._device), "default")
+    ticket = study.draw()
+    assert ticket.origin == "default" and ticket.is_guarded
+    assert study.report(ticket, TIMED, 1)
+    study.finish(ticket, TIMED)
+    (tried,) = rig(storage, "a").tuner().study(made.tasks[0]).tried()
+    assert tried.outcome == TIMED and tried.knobs == ticket.knobs and tried.is_whole
+    assert runs_in(open_storage(storage)) == ("a",)
+
+
+@pytest.mark.parametrize("status", [Status.WRONG, Status.CRASHED, Status.HUNG, Status.NOT_COMPILED, Status.REFUSED])
+def test_why_a_candidate_has_no_time_is_kept(status, tmp_path):
+    made = rig(str(tmp_path / "journal"), "a")
+    study = made.tuner().study(made.tasks[0])
+    study.finish(study.draw(), Outcome(status, reason="because"))
+    (tried,) = study.tried()
+    assert (tried.outcome.status, tried.outcome.reason) == (status, "because")
+    (trial,) = study._study.get_trials()
+    assert trial.user_attrs["status"] == status.value and trial.user_attrs["reason"] == "because"
+
+
+def test_a_put_back_candidate_is_the_next_to_be_drawn(storage):
+    made = rig(storage, "a")
+    study = made.tuner().study(made.tasks[0])
+    ticket = study.draw()
+    study.put_back(ticket)
+    assert study.has_offers() and study.draw().knobs == ticket.knobs and not study.tried()
+
+
+def test_what_a_dead_process_held_is_tried_again_once_and_what_it_measured_counts(storage):
+    made = rig(storage, "a")
+    gone = Worker(f"{Worker.here().name.split(':')[0]}:999999:1")
+    task = made.tasks[0]
+    lost = made.tuner(worker=gone).study(task)
+    measured, held = lost.draw(), lost.draw()
+    lost.report(measured, TIMED, 1)
+    study = made.tuner().study(task)
+    study.replace_lost()
+    (tried,) = study.tried()
+    assert tried.outcome == TIMED and tried.knobs == measured.knobs
+    again = study.draw()
+    assert again.knobs == held.knobs
+    study.replace_lost()  # this process lives
+    assert not study.has_offers()
+    second = made.tuner(worker=gone).study(task)
+    second._study.enqueue_trial(dict(second._to_params(held.knobs)), {"retried": True})
+    second.draw()
+    study.replace_lost()  # it took a second process with it
+    assert not study.has_offers()
+
+
+def test_a_worker_of_another_host_is_lost_after_a_while():
+    here = Worker.here()
+    now = datetime.datetime.now()
+    long_ago = now - datetime.timedelta(seconds=LONGEST_HOLD_SECONDS + 1)
+    assert not here.knows_to_be_lost(here.name, long_ago)
+    assert not here.knows_to_be_lost("otherhost:1:1", now)
+    assert here.knows_to_be_lost("otherhost:1:1", long_ago)
+    host, pid, _ = here.name.split(":")
+    assert here.knows_to_be_lost(f"{host}:{pid}:1", now)  # the number was given to another process since
+
+
+def test_a_database_notices_silence(tmp_path, monkeypatch):
+    monkeypatch.setattr(studies, "LOST_AFTER_SECONDS", 1)
+    monkeypatch.setattr(studies, "HEARTBEAT_SECONDS", 1)
+    url = f"sqlite:///{tmp_path}/tune.db"
+    made = rig(url, "a")
+    silent = made.tuner(worker=Worker("otherhost:1:1"))
+    ticket = silent.study(made.tasks[0]).draw()
+    silent._run.heart.let_go(ticket.trial._trial_id)
+    study = made.tuner().study(made.tasks[0])
+    study.replace_lost()
+    assert not study.has_offers()
+    time.sleep(2.5)
+    study.replace_lost()
+    assert study.has_offers() and study.draw().knobs == ticket.knobs
+
+
+def test_a_killed_run_goes_on_and_has_lost_nothing_finished(storage):
+    worker = start_worker(storage, "killed", seed=1, trials=500)
+    begin(worker)
+    numbers = kill_after(worker, lines=12)
+    made = rig(storage, "killed", seed=2)
+    tuner = made.tuner()
+    before = {(index, tried.number) for index, study in enumerate(studies_of(tuner)) for tried in study.tried()}
+    assert set(numbers) <= {number for _, number in before}
+    budget = made.budget(trials=30)
+    tuner.search(budget, Records())
+    after = [study.tried() for study in studies_of(tuner)]
+    assert before <= {(index, tried.number) for index, found in enumerate(after) for tried in found}
+    running = [study.running() for study in studies_of(tuner)]
+    assert running == [(), ()]
+    measured = Counter(str(one.knobs) for found in after for one in found if one.outcome.status is not Status.REFUSED)
+    assert max(measured.values()) == 1, "nothing is measured twice"
+    sweep = tuner.conclude(budget, About(MODEL, IDENTITY))
+    assert all(found.is_raced for found in sweep.findings)
+
+
+def test_an_interrupted_search_puts_back_what_it_holds(tmp_path):
+    made = rig(str(tmp_path / "journal"), "a")
+    tuner = made.tuner(ahead=5)
+
+    def interrupt(task, tried):
+        if len(made.bench.measured) > 8:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tuner.search(made.budget(trials=100), Records(), interrupt)
+    assert all(study.running() == () for study in studies_of(tuner))
+    assert any(study.has_offers() for study in studies_of(tuner))
+
+
+def test_another_template_or_device_begins_a_study_of_its_own(monkeypatch):
+    task = rig("", "a").tasks[0]
+    first = study_digest(task, IDENTITY)
+    assert first == study_digest(task, IDENTITY)
+    monkeypatch.setattr("lynnc.autotune.tuner.template_digest", lambda template: "changed")
+    assert first != study_digest(task, IDENTITY)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("redis://host", "give a file, or a URL of sqlite, postgresql, mysql"),
+        ("mysql://u:secret@127.0.0.1/x", "pip install PyMySQL"),
+        ("postgresql://u:secret@127.0.0.1:1/x", "cannot be opened|pip install 'psycopg"),
+        ("/proc/no/such/folder/journal", "cannot be used as a journal"),
+    ],
+)
+def test_storages_that_cannot_be_opened_say_why(text, message, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pymysql", None)
+    with pytest.raises(OptionError, match=message) as error:
+        open_storage(text)
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.skipif(not find_program("initdb"), reason="Debian's package postgresql is not installed")
+def test_workers_share_a_postgresql_server_and_one_that_is_killed_loses_one_trial():
+    pytest.importorskip("psycopg", reason="the driver of the extra postgresql is not installed")
+    with server() as url:
+        workers = [start_worker(url, "fleet", seed, trials=25, seconds=0.03) for seed in (1, 2, 3)]
+        victim = start_worker(url, "fleet", seed=4, trials=400, seconds=0.03)
+        begin(*workers, victim)
+        numbers = kill_after(victim, lines=5)
+        spoken = [worker.communicate()[0].split() for worker in workers]
+        assert [worker.returncode for worker in workers] == [0, 0, 0]
+        made = rig(url, "fleet", seed=5)
+        tuner = made.tuner()
+        for study in studies_of(tuner):
+            study.replace_lost()
+        tried = [one for study in studies_of(tuner) for one in study.tried()]
+        by_worker = Counter(one.worker for one in tried if one.outcome.status is not Status.REFUSED)
+        assert len(by_worker) == 4, "each of them measured something"
+        assert len(numbers) <= by_worker[f"{Worker.here().name.split(':')[0]}:{victim.pid}:{_start(by_worker, victim)}"]
+        assert all(study.running() == () for study in studies_of(tuner))
+        finished = sum(int(words[-1]) for words in spoken)
+        assert sum(by_worker.values()) >= finished + len(numbers)
+        sweep = tuner.conclude(made.budget(), About(MODEL, IDENTITY))
+        for task in made.tasks:
+            assert finding(sweep, task).best.seconds < 1.1 * made.optimum_seconds(task)
+        tuner._run.close()
+
+
+def _start(workers: Counter[str], process: subprocess.Popen[str]) -> str:
+    return next(name.split(":")[2] for name in workers if name.split(":")[1] == str(process.pid))
+
+
+def test_a_run_closes_its_storage(tmp_path):
+    run = Run(open_storage(f"sqlite:///{tmp_path}/tune.db"), "a", Worker.here())
+    run.close()
+    assert (tmp_path / "tune.db").exists()
