@@ -20,9 +20,10 @@ import torch
 
 from lynnc.autotune.stage import Contents, Region, Stage, read_regions, write_bytes, write_regions
 from lynnc.compare import LIMIT, Agreement, Comparison
-from lynnc.interpret import Run, run_op
+from lynnc.interpret import run_op
 from lynnc.ir import Op
 from lynnc.runtime.device import Call
+from lynnc.stepvalues import Run
 
 RUNS = 3
 """Runs from the same values that must leave the same bits."""

@@ -50,7 +50,7 @@ def row_class(graph: Graph) -> int:
 
 
 def _problem(graph: Graph, op: Op) -> Problem:
-    """A projection, the order of its input's columns and the class of its rows, between which a row's bits may differ."""
+    """A projection, the order of its input's columns, and the class of its rows: bits may differ between classes."""
     linear = need(op, Linear)
     problem = {**linear_problem(graph, op), "order": graph.tensors[linear.x].order.value, "rows": row_class(graph)}
     if isinstance(linear, PartialLinear):
