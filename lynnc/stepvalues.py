@@ -1,8 +1,8 @@
 """The values of a graph while it runs, as they lie in memory.
 
-In: a graph, weights, states and the rows of a step. Out: a ``Run``, which ops of any kind read and write by the names of
-tensors. Views share the memory of their base; a tensor whose columns stand in another order is given and taken in the
-natural one.
+In: a graph, weights, states and the rows of a step. Out: a ``Run``, which ops of any kind read and write by the names
+of tensors. Views share the memory of their base; a tensor whose columns stand in another order is given and taken in
+the natural one.
 
 Example::
 

@@ -48,7 +48,7 @@ SIMULATOR_KNOBS: Overrides = MappingProxyType(
         "experts_up": {"BLOCK_N": 64, "BLOCK_K": 512},
         "experts_down": {"BLOCK_N": 128, "BLOCK_K": 512},
         "expert_linear": {"BLOCK_N": 128, "BLOCK_K": 512},
-        "gemm": {"BLOCK_M": 64, "BLOCK_N": 256, "BLOCK_K": 64, "num_warps": 8},
+        "gemm": {"BLOCK_M": 64, "BLOCK_N": 256, "BLOCK_K": 128, "num_warps": 8, "num_stages": 1},
         "causal_conv": {"BLOCK_C": 512},
         "gated_delta": {"BLOCK_V": 64},
         "gated_norm": {"BLOCK_HEADS": 64},

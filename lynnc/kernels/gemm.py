@@ -49,7 +49,7 @@ def row_class(graph: Graph) -> int:
 
 
 def _problem(graph: Graph, op: Op) -> Problem:
-    """A projection, how its input stands in memory, and the class of its rows: a row's bits may differ between those."""
+    """A projection, how its input stands in memory, and the class of its rows: in each a row's bits may be others."""
     linear = need(op, Linear)
     problem = {**linear_problem(graph, op), "order": graph.tensors[linear.x].order.value, "rows": row_class(graph)}
     if isinstance(linear, PartialLinear):
@@ -119,11 +119,8 @@ def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
     linear = need(op, Linear)
     adds = body_of(op, Add)
     out = adds[0].out if adds else linear.out
-    weight, place, width = (
-        graph.weights[linear.weight],
-        placed(graph, linear.x),
-        int(graph.tensors[linear.out].shape[-1]),
-    )
+    weight, place = graph.weights[linear.weight], placed(graph, linear.x)
+    width = int(graph.tensors[linear.out].shape[-1])
     parts = linear.parts if isinstance(linear, PartialLinear) else 1
     rows, out_place = graph.tensors[out].shape[0], placed(graph, out)
     is_router = isinstance(linear_problem(graph, op)["n"], str)  # its columns differ from layer to layer
