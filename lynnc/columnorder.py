@@ -7,8 +7,8 @@ columns, lane a of four unpacks words 2a and 2a + 1.
 
 Example::
 
-    places_of_columns(256)[5]         # 33: where column 5 stands
-    columns_at_places(256)[33]      # 5
+    places_of_columns(256)[5]     # 33: where column 5 stands
+    columns_at_places(256)[33]    # 5
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 
 from lynnc.choose import choose_all
+from lynnc.columnorder import ColumnOrder
 from lynnc.interpret import interpret, new_states
 from lynnc.ir import DType, Graph, Op, Stage, State, Tensor, Weight
 from lynnc.lower import lower
@@ -117,6 +118,12 @@ def op_graph(
     )
 
 
+def in_lanes(graph: Graph, *names: str) -> Graph:
+    """The graph with the columns of some tensors in the order of lanes."""
+    ordered = {name: replace(graph.tensors[name], order=ColumnOrder.LANES) for name in names}
+    return replace(graph, tensors={**graph.tensors, **ordered})
+
+
 @dataclass
 class Outcome:
     """Values of a graph by tensor name: from the kernels and from the interpreter, with the states after the step."""
@@ -167,6 +174,7 @@ __all__ = [
     "PackedWeight",
     "assert_close",
     "errors",
+    "in_lanes",
     "op_graph",
     "pack_graph",
     "replace",

@@ -53,7 +53,7 @@ _EXPERT = re.compile(r"(?P<block>.*\.mlp\.experts)\.(?P<expert>\d+)\.(?P<part>ga
 
 @dataclass(frozen=True)
 class Case:
-    """A tiny model with random weights; ``formats`` and the two flags differ from its model file."""
+    """A tiny model with random weights; ``formats`` and the flags differ from its model file."""
 
     model: str
     label: str = ""
@@ -61,6 +61,8 @@ class Case:
     formats: tuple[tuple[str, Format], ...] = ()
     normalized: bool = True
     tied: bool = False
+    blocks: bool = False
+    """Heads and experts of whole blocks of 128 columns, enough heads to sum by parts, and two layers."""
 
     def __str__(self) -> str:
         return self.label or self.model
@@ -71,7 +73,17 @@ class Case:
         spec = load_model(self.model)
         precision = replace(spec.precision, formats={**spec.precision.formats, **dict(self.formats)})
         moe = replace(spec.moe, normalize_top_k=self.normalized) if spec.moe else None
-        return replace(spec, precision=precision, moe=moe, tied_embeddings=self.tied)
+        spec = replace(spec, precision=precision, moe=moe, tied_embeddings=self.tied)
+        return in_blocks(spec) if self.blocks else spec
+
+
+def in_blocks(spec: ModelSpec) -> ModelSpec:
+    """The last two layers of a model, with widths of 128 columns and 1,024 columns before each output projection."""
+    assert spec.gdn and spec.moe
+    moe = replace(spec.moe, experts=spec.moe.experts[-2:], intermediate=128, shared_intermediate=128)
+    attention = replace(spec.attention, heads=8, head_dim=128)
+    gdn = replace(spec.gdn, value_heads=8, value_dim=128)
+    return replace(spec, layers=spec.layers[-2:], moe=moe, attention=attention, gdn=gdn)
 
 
 FAMILIES = (Case("tiny-moe"), Case("tiny-dense"), Case("tiny-full"))
@@ -94,6 +106,9 @@ VARIANTS = (
     Case("tiny-full", "unnormalized", normalized=False),
 )
 """Formats of a checkpoint that mixes them, tied embeddings, and scores that are not normalised."""
+
+
+BLOCKS = Case("tiny-moe", "blocks", blocks=True)
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,13 @@ from reference import STEPS, Case, Reference, Run, make
 
 from lynnc.build import build_graph
 from lynnc.choose import Overrides, choose_all
+from lynnc.compiler import model_graph
 from lynnc.interpret import interpret, new_states, step_inputs
 from lynnc.ir import DType, Graph, T
 from lynnc.lower import Lowered, lower
 from lynnc.passes import run_passes
 from lynnc.plan import KernelEntry
+from lynnc.programs import PREFILL
 from lynnc.records import Records
 from lynnc.simulate import Simulator
 
@@ -48,7 +50,7 @@ SIMULATOR_KNOBS: Overrides = MappingProxyType(
         "experts_up": {"BLOCK_N": 64, "BLOCK_K": 512},
         "experts_down": {"BLOCK_N": 128, "BLOCK_K": 512},
         "expert_linear": {"BLOCK_N": 128, "BLOCK_K": 512},
-        "gemm": {"BLOCK_M": 64, "BLOCK_N": 256, "BLOCK_K": 64, "num_warps": 8},
+        "gemm": {"BLOCK_M": 64, "BLOCK_N": 256, "BLOCK_K": 128, "num_warps": 8, "num_stages": 1},
         "causal_conv": {"BLOCK_C": 512},
         "gated_delta": {"BLOCK_V": 64},
         "gated_norm": {"BLOCK_HEADS": 64},
@@ -128,6 +130,7 @@ class Kernels:
     ) -> None:
         """``packed`` are the arrays of another checkpoint of the case's model than ``make`` gives."""
         self.case, self.knobs, self.splits, self.without = case, _hashable(knobs), splits, without
+        self.prompts = PREFILL  # the program that runs them
         self.entries: dict[str, KernelEntry] = {}
         states = new_states(build_graph(case.spec, 1), slots, CONTEXT)
         arrays = make(case).packed if packed is None else packed
@@ -149,7 +152,8 @@ class Kernels:
         slot: int | Sequence[int] = 0,
         prefill: bool = False,
     ) -> dict[str, torch.Tensor]:
-        lowered = _lowered(self.case, None if prefill else len(tokens), self.knobs, self.splits, self.without)
+        program = self.prompts if prefill else f"decode/{len(tokens)}"
+        lowered = _lowered(self.case, program, self.knobs, self.splits, self.without)
         self.entries.update({key: call.entry for key, call in lowered.kernels.items()})
         values = self.simulator.run(lowered.program, step_inputs(tokens, start, slot))
         return {name: values[name].cpu() for name in lowered.program.outputs}
@@ -163,9 +167,9 @@ def _hashable(knobs: Overrides) -> _Knobs:
 
 
 @cache
-def _lowered(case: Case, rows: int | None, knobs: _Knobs, splits: int, without: tuple[str, ...]) -> Lowered:
+def _lowered(case: Case, program: str, knobs: _Knobs, splits: int, without: tuple[str, ...]) -> Lowered:
     with patch.object(import_module("lynnc.passes.split_attention"), "SPLITS", splits):
-        graph = run_passes(build_graph(case.spec, rows or T), without)
+        graph = run_passes(model_graph(case.spec, program), without)
     overrides = {kernel: dict(values) for kernel, values in knobs}
     return lower(graph, choose_all(graph, TARGET, Records(), overrides), TARGET, PREFILL_ROWS)
 

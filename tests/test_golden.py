@@ -6,6 +6,7 @@ After a wanted change: ``pytest tests/test_golden.py --update-golden``, then rea
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -72,8 +73,9 @@ def test_choices_of_the_large_model(program: str, update: bool) -> None:
     check(f"lynn-27b-a3b.{program.replace('/', '-')}.choices.txt", "\n".join(kept) + "\n", update)
 
 
+@cache
 def rendered_sources() -> dict[str, str]:
-    """The first source of each template over the tiny models, fused and not."""
+    """The first source of each template over the tiny models, fused and not; of one with wide layers, sums by parts."""
     found: dict[str, str] = {}
     unfused = Options(
         without=(
@@ -91,6 +93,10 @@ def rendered_sources() -> dict[str, str]:
             for _, low in lower_programs(load_model(model), Request(TARGET, options=options)).values():
                 for call in low.kernels.values():
                     found.setdefault(call.entry.name, call.source.text)
+    few_rows = Request(TARGET, options=Options(programs=("prefill/16",)))
+    for _, low in lower_programs(load_model("lynn-27b-a3b"), few_rows).values():
+        for call in low.kernels.values():
+            found.setdefault(call.entry.name, call.source.text)
     fp4 = Request(find_target("sm_120"), options=Options(programs=("prefill",)))
     for _, low in lower_programs(with_4_bit_activations("tiny-dense"), fp4).values():
         for call in low.kernels.values():

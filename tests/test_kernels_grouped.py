@@ -9,13 +9,14 @@ from dataclasses import replace
 import harness
 import pytest
 import torch
-from harness import TARGET, Outcome, assert_close, op_graph, pack_graph, run_both
+from harness import TARGET, Outcome, assert_close, in_lanes, op_graph, pack_graph, run_both
 from moe_graphs import CASES, ROUTED, Case, compare, inputs_of, keep_all, moe_graph, published_block, router_rows
 from quick import quick_interpreter
 from torch import nn
 
 from lynnc.choose import choose_all
-from lynnc.ir import DType, Graph, T
+from lynnc.errors import OptionError
+from lynnc.ir import DType, Format, Graph, T
 from lynnc.lower import lower
 from lynnc.passes.group_experts import group_experts
 from lynnc.promptops import GroupByExpert
@@ -23,9 +24,9 @@ from lynnc.records import Records
 
 Knobs = Mapping[str, Mapping[str, int]]
 PROJECTIONS = ("grouped_up", "grouped_down")
-LEFT: Knobs = {name: {"BLOCK_N": 64, "BLOCK_K": 64, "SWAP": 1, "DIRECT": 0} for name in PROJECTIONS}
-RIGHT: Knobs = {name: {"BLOCK_N": 64, "BLOCK_K": 128, "SWAP": 0, "DIRECT": 0} for name in PROJECTIONS}
-DIRECT: Knobs = {name: {"BLOCK_N": 64, "BLOCK_K": 128, "SWAP": 1, "DIRECT": 1, "num_warps": 2} for name in PROJECTIONS}
+LEFT: Knobs = {name: {"BLOCK_N": 64, "BLOCK_K": 64, "SWAP": 1} for name in PROJECTIONS}
+RIGHT: Knobs = {name: {"BLOCK_N": 64, "BLOCK_K": 128, "SWAP": 0} for name in PROJECTIONS}
+WIDE: Knobs = {name: {"BLOCK_N": 64, "BLOCK_K": 128, "SWAP": 1, "num_warps": 2} for name in PROJECTIONS}
 SEPARATE = CASES[3]
 """A case whose shared expert is no tile of the routed experts' launches."""
 
@@ -48,7 +49,7 @@ def grouped(case: Case, program: str = "prefill/16", layers: tuple[int, ...] = (
     return replace(graph.with_ops(kept), inputs=(*graph.inputs, *written))
 
 
-def run(graph: Graph, inputs: dict[str, torch.Tensor], knobs: Knobs = DIRECT, **options: object) -> Outcome:
+def run(graph: Graph, inputs: dict[str, torch.Tensor], knobs: Knobs = WIDE, **options: object) -> Outcome:
     rows = next(iter(inputs.values())).shape[0]
     for name in set(graph.inputs) - set(inputs):
         values = torch.randn(rows, graph.tensors[name].width, generator=torch.Generator().manual_seed(5))
@@ -62,12 +63,38 @@ def test_grouped_experts_match_the_interpreter(case: Case) -> None:
     compare(run(graph, inputs_of(case, 5)), graph.outputs)
 
 
-@pytest.mark.parametrize("knobs", [LEFT, RIGHT, DIRECT], ids=["left", "right", "direct"])
+@pytest.mark.parametrize("knobs", [LEFT, RIGHT, WIDE], ids=["left", "right", "wide"])
 @pytest.mark.parametrize("case", [CASES[0], CASES[6], SEPARATE], ids=str)
 def test_every_order_of_operands_matches_the_interpreter(case: Case, knobs: Knobs) -> None:
     case = replace(case, experts=21)
     graph = grouped(case, "prefill/64")
     compare(run(graph, inputs_of(case, 40), knobs), graph.outputs)
+
+
+BLOCKS = Case("blocks", hidden=256, size=128, shared=128)
+ORDERS = (("y", "act", "shared_act"), ("y",), ("act", "shared_act"))
+
+
+@pytest.mark.parametrize("fmt", [Format.NVFP4, Format.NVFP4_FP16])
+@pytest.mark.parametrize("ordered", ORDERS, ids="-".join)
+def test_columns_in_the_order_of_lanes(ordered: tuple[str, ...], fmt: Format) -> None:
+    case = replace(BLOCKS, routed_format=fmt, shared_format=fmt)
+    graph = in_lanes(grouped(case), *ordered)
+    compare(run(graph, inputs_of(case, 9)), graph.outputs)
+
+
+@pytest.mark.parametrize("program", ["prefill/16", "prefill"])
+def test_columns_in_the_order_of_lanes_by_default(program: str) -> None:
+    case = replace(BLOCKS, shared=0, size=256)
+    graph = in_lanes(grouped(case, program), "y", "act")
+    compare(run(graph, inputs_of(case, 13), {}), graph.outputs)
+
+
+def test_tiles_that_do_not_fit_lanes_are_refused_with_the_reason() -> None:
+    graph = in_lanes(grouped(BLOCKS), "y")
+    for knobs, reason in ((LEFT, "BLOCK_K=128"), (RIGHT, "need SWAP")):
+        with pytest.raises(OptionError, match=reason):
+            choose_all(graph, TARGET, Records(), knobs)
 
 
 def test_the_shared_expert_is_tiles_only_where_its_weights_are_like_the_routed() -> None:
@@ -160,7 +187,7 @@ def test_a_row_has_the_same_bits_among_others() -> None:
 
 def test_layers_of_unlike_experts_share_their_kernels() -> None:
     graph = grouped(CASES[0], layers=(6, 5))
-    launches = lower(graph, choose_all(graph, TARGET, Records(), DIRECT), TARGET).program.launches
+    launches = lower(graph, choose_all(graph, TARGET, Records(), WIDE), TARGET).program.launches
     first, second = launches[:5], launches[5:]
     assert [launch.kernel for launch in first] == [launch.kernel for launch in second]
     inputs = {}

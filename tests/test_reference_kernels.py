@@ -14,9 +14,11 @@ import pytest
 import torch
 from harness import errors
 from quick import quick_interpreter
-from reference import FAMILIES, LIMIT, PROMPT, STEPS, VARIANTS, Case, judged, make
+from reference import BLOCKS, FAMILIES, LIMIT, PROMPT, STEPS, VARIANTS, Case, judged, make
 from runners import Followed, Interpreter, Kernels, check, follow
 
+from lynnc.columnorder import ColumnOrder
+from lynnc.compiler import fused_graph
 from lynnc.passes import PIPELINE
 from lynnc.passes.split_attention import SPLITS
 
@@ -84,6 +86,17 @@ def test_prompt_and_decode(case: Case) -> None:
     found = follow(Kernels(case), run.tokens, prefills=(PROMPT,))
     assert len(found.positions) == 1 + STEPS
     check(found, run, LIMIT, str(case))
+
+
+@pytest.mark.parametrize("program", ["prefill/16", "prefill"])
+def test_columns_in_the_order_of_lanes_and_sums_by_parts(program: str) -> None:
+    run, runner = judged(BLOCKS), Kernels(BLOCKS)
+    runner.prompts = program
+    check(follow(runner, run.tokens[: PROMPT + 1], prefills=(PROMPT,)), run, LIMIT, program)
+    graph = fused_graph(BLOCKS.spec, program)
+    ordered = {n.rpartition(".")[2] for n, tensor in graph.tensors.items() if tensor.order is ColumnOrder.LANES}
+    assert ordered == {"x", "y_lanes", "gated", "experts_act", "shared_act"}
+    assert sum(op.kind == "SumPartsNorm" for op in graph.ops) == (2 if program == "prefill/16" else 0)
 
 
 @pytest.mark.parametrize(("case", "split"), [*product(FAMILIES, LENGTHS), ODD], ids=str)

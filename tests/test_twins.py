@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lynnc.render import environment
+from lynnc.runtime.weights.nvfp4 import E2M1, unpack_codes
 from lynnc.simulate import import_source
 
 KERNEL = """
@@ -60,6 +61,22 @@ def kernel(q, x, values, up, scales, dots, halves, decoded, N: tl.constexpr):
     tl.store(decoded + index * 4 + 1, second)
     tl.store(decoded + index * 4 + 2, third)
     tl.store(decoded + index * 4 + 3, fourth)
+"""
+
+WORDS_KERNEL = """
+# % include "products.py.jinja"
+
+
+@triton.jit
+def kernel(words, scales, bytes_, unpacked_, decoded, N: tl.constexpr):
+    index = tl.program_id(0) * N + tl.arange(0, N)
+    word = tl.load(words + index)[:, None]
+    one, two = scale_factors(tl.load(scales + index)[:, None])
+    place = (index * 32)[:, None] + tl.arange(0, 16)[None, :]
+    tl.store(unpacked_ + place, unpacked(word, one))
+    tl.store(unpacked_ + place + 16, unpacked(word, two))
+    four = (index * 4)[:, None] + tl.arange(0, 4)[None, :]
+    tl.store(decoded + four, e4m3_operand(tl.load(bytes_ + four)))
 """
 
 
@@ -141,3 +158,29 @@ def test_a_held_row_and_its_scales_equal_their_twins(tmp_path: Path) -> None:
     placed = tuple(value.cuda() for value in inputs)
     for real, twin in zip(*(held(tmp_path, interpret, placed) for interpret in (False, True)), strict=True):
         assert torch.equal(real, twin)
+
+
+def unpacked_words(folder: Path, interpret: bool, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Words times either of the two low bytes of other words as scales [n, 2, 16], and bytes as BF16."""
+    text = environment().from_string(WORDS_KERNEL).render(interpret=interpret, pdl=False)
+    count, device = inputs[0].numel(), inputs[0].device
+    outputs = (
+        torch.full((count, 2, 16), torch.nan, dtype=torch.bfloat16, device=device),
+        torch.full((count * 4,), torch.nan, dtype=torch.bfloat16, device=device),
+    )
+    import_source(text, folder).kernel[(count // 128,)](*inputs, *outputs, N=128, enable_fp_fusion=True)
+    return outputs
+
+
+def test_words_and_their_scales_equal_their_twins(tmp_path: Path) -> None:
+    words, *_, scales = held_inputs(65536 if harness.device() == "cuda" else 512)
+    inputs = (words, scales, scales.view(torch.uint8))
+    twin = unpacked_words(tmp_path, True, tuple(value.to(harness.device()) for value in inputs))
+    numbers = scales.view(torch.uint8).view(torch.float8_e4m3fn).float()
+    codes = unpack_codes(words[:, None]).long()
+    values = torch.where(codes >= 8, -E2M1[codes % 8], E2M1[codes % 8])
+    products = values[:, None, :] * numbers.view(-1, 4)[:, :2, None] * 2.0**-7
+    assert torch.equal(twin[0].cpu().float(), products) and torch.equal(twin[1].cpu().float(), numbers)
+    if harness.device() == "cuda":
+        real = unpacked_words(tmp_path, False, tuple(value.cuda() for value in inputs))
+        assert all(torch.equal(found, expected) for found, expected in zip(real, twin, strict=True))

@@ -50,7 +50,7 @@ def row_class(graph: Graph) -> int:
 
 
 def _problem(graph: Graph, op: Op) -> Problem:
-    """A projection, the order of its input's columns, and the class of its rows: bits may differ between classes."""
+    """A projection, how its input stands in memory, and the class of its rows: in each a row's bits may be others."""
     linear = need(op, Linear)
     problem = {**linear_problem(graph, op), "order": graph.tensors[linear.x].order.value, "rows": row_class(graph)}
     if isinstance(linear, PartialLinear):

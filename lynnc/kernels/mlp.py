@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
+from lynnc.columnorder import ColumnOrder
 from lynnc.ir import Graph, Linear, Op, RmsNorm, SiluMul
 from lynnc.kernels.constraints import registers_fit_block, weights_fit_registers
 from lynnc.kernels.kernel import (
@@ -40,6 +41,7 @@ def _bind_silu_mul(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         "X_OFFSET": place.offset,
         "I": size,
         "SLOTS": slots,
+        "LANES": out.order is ColumnOrder.LANES,
         "BLOCK": knobs["BLOCK"],
     }
     grid = (out.shape[0] * slots, ceil_div(size, knobs["BLOCK"]), 1)

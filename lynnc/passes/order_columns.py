@@ -7,7 +7,7 @@ Before::
 After::
 
     x, x_lanes = RmsNormTwice(h) { x = RmsNorm(h); x_lanes = RmsNorm(h) }
-    logits = Linear(x, router); a = GroupedUp(x_lanes, ...); y = GroupedDown(a, ...)   # x_lanes and a so ordered
+    logits = Linear(x, router); a = GroupedUp(x_lanes, ...); y = GroupedDown(a, ...)    # x_lanes and a: order of lanes
 
 Why: a lane's words hold other columns than its operands of a matrix instruction. With x in the words' order (see
 ``lynnc.columnorder``) the weight goes from words to operands inside a lane; otherwise it changes lanes through shared
@@ -18,22 +18,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from lynnc.columnorder import BLOCK, ColumnOrder
-from lynnc.ir import Fused, GatedNorm, Graph, Linear, Op, OutputGate, RmsNorm, SiluMul, primitive_ops
+from lynnc.ir import Attention, Fused, GatedNorm, Graph, Linear, Op, OutputGate, RmsNorm, SiluMul, primitive_ops
 from lynnc.passes.patterns import Uses, replace_ops
 from lynnc.programs import is_prefill
 from lynnc.promptops import GroupedLinear
 
-Writer = RmsNorm | GatedNorm | OutputGate | SiluMul
-WRITERS: Mapping[str, type[Writer]] = {
-    "RmsNorm": RmsNorm,
-    "SumPartsNorm": RmsNorm,
-    "GatedNorm": GatedNorm,
-    "AttentionGate": OutputGate,
-    "GroupedUp": SiluMul,
-}
-"""Launches whose kernel can write in either order, by what in them writes the tensor."""
+WRITERS: Mapping[str, type[Op]] = MappingProxyType(
+    {
+        "RmsNorm": RmsNorm,
+        "SumPartsNorm": RmsNorm,
+        "GatedNorm": GatedNorm,
+        "Attention": Attention,
+        "AttentionGate": OutputGate,
+        "GroupedUp": SiluMul,
+        "SiluMul": SiluMul,
+    }
+)
+"""Launches whose kernel can write in either order, and what in them writes the tensor."""
 
 
 def order_columns(graph: Graph) -> Graph:
@@ -64,15 +68,15 @@ def _takes_lanes(graph: Graph, op: Op, name: str) -> bool:
 
 
 def _can_order(graph: Graph, op: Op, name: str) -> bool:
-    """Whether the tensor's writer can, and its columns are whole blocks that lie by themselves."""
-    tensor = graph.tensors[name]
-    is_whole = int(tensor.shape[-1]) % BLOCK == 0 and tensor.base is None and tensor.shape[0] == graph.rows
-    has_views = any(other.base == name for other in graph.tensors.values())
+    """Whether the tensor's writer can, and the columns of each head or slot are whole blocks, in no view."""
+    tensor, kind = graph.tensors[name], WRITERS.get(op.kind)
     writer = next(part for part in primitive_ops(op) if name in part.writes)
-    kind = WRITERS.get(op.kind)
-    if kind is None or not isinstance(writer, kind) or has_views or not is_whole:
+    if kind is None or not isinstance(writer, kind) or tensor.shape[0] != graph.rows:
         return False
-    return int(graph.tensors[writer.x].shape[-1]) % BLOCK == 0  # of heads, each by itself
+    is_viewed = tensor.base is not None or any(other.base == name for other in graph.tensors.values())
+    # What a GatedNorm writes has no axis of heads, but its kernel takes each by itself.
+    width = graph.tensors[writer.x].shape[-1] if isinstance(writer, GatedNorm) else tensor.shape[-1]
+    return int(width) % BLOCK == 0 and not is_viewed
 
 
 def _with_copy(graph: Graph, op: Op, name: str, takers: list[Op]) -> Graph:

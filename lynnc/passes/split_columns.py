@@ -10,8 +10,8 @@ After::
     h2, y = SumPartsNorm(p, h) { m = SumParts(p); h2 = Add(h, m); y = RmsNorm(h2) }
 
 Why: with few rows a projection has a program for each ``TILE`` rows of its weight, too few to fill a GPU where the
-weight is narrow, and each goes through all columns. The parts are summed in order by the launch that norms the result,
-which is there anyway.
+weight is narrow, and each goes through all columns. The launch that norms the result, which is there anyway, sums the
+parts in order.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def split_columns(graph: Graph) -> Graph:
 
 
 def parts_of(rows: int, columns: int) -> int:
-    """Parts of the columns of a weight: a power of two that fills a GPU and divides them into whole blocks."""
+    """Parts of the columns of a weight: the largest power of two that fills a GPU at most and gives whole blocks."""
     parts, tiles = 1, -(-rows // TILE)
-    while 2 * parts * tiles <= PROGRAMS and columns // (2 * parts) >= LEAST_COLUMNS:
+    while 2 * parts * tiles <= PROGRAMS and columns >= 2 * parts * LEAST_COLUMNS and columns % (2 * parts * BLOCK) == 0:
         parts *= 2
-    return parts if columns % (parts * BLOCK) == 0 else 1
+    return parts
 
 
 def _split(graph: Graph, chains: list[tuple[Linear, Add, RmsNorm | None, int]]) -> Graph:
