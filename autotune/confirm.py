@@ -1,7 +1,7 @@
 """Winners of kernels have to win whole steps: who slows the step loses, and the next or the default takes its place.
 
 In: the races of all tasks, a bench. Out: a ``Confirmation``, the knobs that each task ends with and why, and the step
-of every program with all defaults and with all choices, measured in turns.
+of every program with all defaults, with what was in use, and with all choices, measured in turns.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from lynnc.autotune.noise import STEP_FLOOR, is_faster, winner
 from lynnc.autotune.problems import Key, Task
 from lynnc.autotune.race import Contender, Race
 from lynnc.autotune.sweep import StepFinding
-from lynnc.autotune.trial import Bench, Candidate
+from lynnc.autotune.trial import Bench, Candidate, Outcome
 
 STEP_REPEATS = 15
 LAST_REPEATS = 40
@@ -38,13 +38,13 @@ def confirm(races: Sequence[Race], bench: Bench, has_time: Callable[[], bool] = 
     """Adds the winners one by one, the greatest gain first, each beside those that are in; then all of them at once."""
     found = Confirmation()
     for race in races:
-        found.choose(race, race.default, _verdict_of_race(race))
+        found.choose(race, race.incumbent, _verdict_of_race(race))
     for race in sorted(races, key=lambda race: -race.step_gain):
         if race.challengers and has_time():
             _confirm_one(race, races, bench, found)
         elif race.challengers:
             found.verdicts[race.task.key] = (
-                "there was no time to confirm a faster one in whole steps: the default stays"
+                f"there was no time to confirm {_name_of(race, race.best)} in whole steps: {_stays(race)}"
             )
     found.steps = _confirm_all(races, bench, found)
     return found
@@ -53,7 +53,17 @@ def confirm(races: Sequence[Race], bench: Bench, has_time: Callable[[], bool] = 
 def _verdict_of_race(race: Race) -> str:
     if not any(contender.outcome.is_timed for contender in race.contenders):
         return f"nothing could be timed: the default {race.default.outcome.status.value}"
-    return "no candidate beats the default beyond the noise"
+    return f"no candidate beats {_name_of(race, race.incumbent)} beyond the noise"
+
+
+def _name_of(race: Race, contender: Contender) -> str:
+    if contender is race.default:
+        return "the default"
+    return "the record in use" if contender is race.incumbent else "a faster one"
+
+
+def _stays(race: Race) -> str:
+    return f"{_name_of(race, race.incumbent)} stays"
 
 
 def _confirm_one(race: Race, races: Sequence[Race], bench: Bench, found: Confirmation) -> None:
@@ -64,7 +74,7 @@ def _confirm_one(race: Race, races: Sequence[Race], bench: Bench, found: Confirm
     base, *outcomes = bench.measure_steps(program, sets, STEP_REPEATS)
     able = [index for index, one in enumerate(outcomes) if one.is_timed and not is_faster(base, one, STEP_FLOOR)]
     if not able:
-        found.verdicts[key] = f"the fastest kernel slows the step of {program}, so the default stays"
+        found.verdicts[key] = f"the fastest kernel slows the step of {program}, so {_stays(race)}"
         return
     first = able[winner([outcomes[index] for index in able], STEP_FLOOR)]
     verdict = f"confirmed in the step of {program}"
@@ -77,34 +87,40 @@ def _confirm_all(races: Sequence[Race], bench: Bench, found: Confirmation) -> tu
     """Every program with all of its choices; where that is slower, choices made in other programs go first."""
     programs = tuple(dict.fromkeys(name for race in races for name in race.task.programs))
     defaults = {race.task.key: race.default for race in races}
+    in_use = {race.task.key: race.incumbent for race in races}
     steps: dict[str, StepFinding] = {}
     while len(steps) < len(programs):
         program = next(name for name in programs if name not in steps)
-        sets = [_choices(program, races, defaults), _choices(program, races, found.chosen)]
-        if sets[0] == sets[1]:
-            (default,) = bench.measure_steps(program, sets[:1], LAST_REPEATS)
-            steps[program] = StepFinding(program, default, default)
-            continue
-        default, tuned = bench.measure_steps(program, sets, LAST_REPEATS)
-        steps[program] = StepFinding(program, default, tuned)
-        if not tuned.is_timed or is_faster(default, tuned, STEP_FLOOR):
+        default, before, tuned = _measure(
+            bench, program, [_choices(program, races, who) for who in (defaults, in_use, found.chosen)]
+        )
+        steps[program] = StepFinding(program, default, before, tuned)
+        if not tuned.is_timed or is_faster(before, tuned, STEP_FLOOR):
             for task in _drop(program, races, found):
                 for name in task.programs:
                     steps.pop(name, None)
     return tuple(steps[name] for name in programs)
 
 
+def _measure(bench: Bench, program: str, sets: Sequence[list[Candidate]]) -> list[Outcome]:
+    """The step with each set of choices; equal sets are measured once."""
+    different = [one for index, one in enumerate(sets) if one not in sets[:index]]
+    outcomes = bench.measure_steps(program, different, LAST_REPEATS)
+    return [outcomes[different.index(one)] for one in sets]
+
+
 def _drop(program: str, races: Iterable[Race], found: Confirmation) -> list[Task]:
-    """Gives the default back to what slows a program: to problems chosen in other programs, else to all of them."""
+    """Gives back what was in use to what slows a program: to problems chosen in other programs, else to all of them."""
     changed = [race for race in races if program in race.task.programs and _is_changed(race, found)]
     foreign = [race for race in changed if race.task.program != program]
     for race in foreign or changed:
-        found.choose(race, race.default, f"together with others it slows the step of {program}, so the default stays")
+        verdict = f"together with others it slows the step of {program}, so {_stays(race)}"
+        found.choose(race, race.incumbent, verdict)
     return [race.task for race in foreign or changed]
 
 
 def _is_changed(race: Race, found: Confirmation) -> bool:
-    return found.chosen[race.task.key] is not race.default
+    return found.chosen[race.task.key] is not race.incumbent
 
 
 def _choices(program: str, races: Sequence[Race], chosen: Mapping[Key, Contender]) -> list[Candidate]:

@@ -1,7 +1,8 @@
-"""The last race of a task: the default, the best known record and the best few candidates in turns.
+"""The last race of a task: the default, the record in use and the best few candidates in turns.
 
-In: a task with its study, a bench. Out: a ``Race``, the contenders with their times, those first who win a tie. The
-best of many noisy times is too good to be true, so everyone runs again, several times, one after the other.
+In: a task with its study, a bench, and the knobs that the compiler would take now. Out: a ``Race``, the contenders with
+their times, those first who win a tie. The best of many noisy times is too good to be true, so everyone runs again,
+several times, one after the other.
 """
 
 from __future__ import annotations
@@ -32,15 +33,23 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """Contenders of a task, the default first, then the record, then the others by their earlier times."""
+    """Contenders of a task, the default first, then records, then the others by their earlier times; ``in_use`` are the
+    knobs that the compiler would take now."""
 
     task: Task
     contenders: tuple[Contender, ...]
+    in_use: Knobs
 
     @property
     def default(self) -> Contender:
         """The default."""
         return self.contenders[0]
+
+    @property
+    def incumbent(self) -> Contender:
+        """Who is in use and stays unless someone proves better; the default where that could not be timed."""
+        found = next(one for one in self.contenders if dict(one.knobs) == dict(self.in_use))
+        return found if found.outcome.is_timed else self.default
 
     @property
     def best(self) -> Contender:
@@ -49,21 +58,25 @@ class Race:
 
     @property
     def challengers(self) -> tuple[Contender, ...]:
-        """Those that beat the default beyond the noise, the winner first, then the fastest."""
-        faster = [one for one in self.contenders[1:] if is_faster(one.outcome, self.default.outcome)]
-        return tuple(sorted(faster, key=lambda one: (one is not self.best, one.outcome.seconds)))
+        """The winner, and who else beats the incumbent beyond the noise, the fastest first."""
+        holder, best = self.incumbent, self.best
+        if best is holder:
+            return ()
+        others = [one for one in self.contenders if one is not best and is_faster(one.outcome, holder.outcome)]
+        return (best, *sorted(others, key=lambda one: one.outcome.seconds))
 
     @property
     def step_gain(self) -> float:
         """Seconds of a step that the winner saves by this race."""
-        if not self.default.outcome.is_timed:
+        if not self.incumbent.outcome.is_timed:
             return 0.0
-        return self.task.launches * (self.default.outcome.seconds - self.best.outcome.seconds)
+        return self.task.launches * (self.incumbent.outcome.seconds - self.best.outcome.seconds)
 
 
-def run_race(task: Task, study: KnobStudy, bench: Bench, device: Device) -> Race:
-    """Everyone in turns, ``ROUNDS`` times; who fails once is out."""
-    entered = _entered(task, study, device)
+def run_race(task: Task, study: KnobStudy, bench: Bench, device: Device, in_use: Knobs | None = None) -> Race:
+    """Everyone in turns, ``ROUNDS`` times; who fails once is out. In use is the default if nothing else is said."""
+    in_use = in_use or task.default(device)
+    entered = _entered(task, study, device, in_use)
     bench.prepare([candidate_of(task, knobs) for knobs, _ in entered])
     rounds: list[list[Outcome]] = [[] for _ in entered]
     for _ in range(ROUNDS):
@@ -73,12 +86,14 @@ def run_race(task: Task, study: KnobStudy, bench: Bench, device: Device) -> Race
     contenders = tuple(
         Contender(knobs, origin, joined(outcomes)) for (knobs, origin), outcomes in zip(entered, rounds, strict=True)
     )
-    return Race(task, contenders)
+    return Race(task, contenders, in_use)
 
 
-def _entered(task: Task, study: KnobStudy, device: Device) -> list[tuple[Knobs, str]]:
+def _entered(task: Task, study: KnobStudy, device: Device, in_use: Knobs) -> list[tuple[Knobs, str]]:
     default = task.default(device)
     entered: list[tuple[Knobs, str]] = [(default, "default")]
+    if dict(in_use) != dict(default):
+        entered.append((in_use, "record"))
     whole = [tried for tried in study.tried() if tried.is_whole and tried.outcome.is_timed]
     records = [tried for tried in whole if tried.origin == "record"]
     others = sorted(whole, key=lambda tried: tried.outcome.seconds)[: FINALISTS + 2]

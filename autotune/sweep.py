@@ -36,8 +36,8 @@ class Tried:
 class Finding:
     """A task: what was tried, how its best did against the default in the last race, and which knobs it got.
 
-    ``verdict`` is a sentence. ``default`` and ``best`` are not timed where the budget did not reach the task.
-    ``importances`` is how much of the differences each knob explains, as far as it is known.
+    ``in_use`` are the knobs before the run. ``verdict`` is a sentence. ``default`` and ``best`` are not timed where the
+    budget did not reach the task. ``importances`` is how much of the differences each knob explains, as far as known.
     """
 
     kernel: str
@@ -48,6 +48,7 @@ class Finding:
     share: float
     bound_seconds: float
     default_knobs: Knobs
+    in_use: Knobs
     knobs: Knobs
     default: Outcome
     best: Outcome
@@ -59,6 +60,11 @@ class Finding:
     def is_default(self) -> bool:
         """Whether the default stays."""
         return dict(self.knobs) == dict(self.default_knobs)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the run found better knobs than those in use."""
+        return dict(self.knobs) != dict(self.in_use)
 
     @property
     def is_raced(self) -> bool:
@@ -84,16 +90,17 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class StepFinding:
-    """Whole steps of a program in turns: with every default, and with the chosen knobs."""
+    """Whole steps of a program in turns: with every default, with what was in use, and with the chosen knobs."""
 
     program: str
     default: Outcome
+    before: Outcome
     tuned: Outcome
 
     @property
     def gain(self) -> float:
-        """The part of the default step's time that is saved."""
-        return 1 - self.tuned.seconds / self.default.seconds if self.default.is_timed and self.tuned.is_timed else 0.0
+        """The part of the time until now that is saved."""
+        return 1 - self.tuned.seconds / self.before.seconds if self.before.is_timed and self.tuned.is_timed else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ Example::
 
     tuner = Tuner(tasks, Run(storage, "h200", Worker.here()), bench, Setting(device), identity)
     tuner.search(budget, records)
-    sweep = tuner.conclude(budget, About("qwen3.6-35b-a3b", identity))
+    sweep = tuner.conclude(budget, About("qwen3.6-35b-a3b", identity), records)
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from lynnc.autotune.studies import KnobStudy, Run
 from lynnc.autotune.sweep import Finding, Sweep
 from lynnc.autotune.trial import Bench, Outcome, Status
 from lynnc.deviceidentity import Identity
-from lynnc.records import Records, legal_records
+from lynnc.kernels.kernel import Knobs
+from lynnc.records import Records, best_record, legal_records
 from lynnc.render import template_digest
 from lynnc.tools import find_tools
 
@@ -89,18 +90,19 @@ class Tuner:
         search.begin([match.record.knobs for match in islice(known, MOST_RECORDS)])
         return search
 
-    def conclude(self, budget: Budget, about: About) -> Sweep:
-        """Races what was tried, confirms the winners, and sums up."""
+    def conclude(self, budget: Budget, about: About, records: Records) -> Sweep:
+        """Races what was tried, confirms the winners against what ``records`` make the compiler use, and sums up."""
         races: list[Race] = []
+        in_use = {task.key: self._in_use(task, records) for task in self.tasks}
         end = 0.0 if math.isinf(budget.seconds_left) else (1 - RACING) * budget.seconds_left
         for task in self.tasks:
             study = self.study(task)
             study.replace_lost()
             if any(tried.outcome.is_timed for tried in study.tried()) and (budget.seconds_left > end or not races):
-                races.append(run_race(task, study, self._bench, self._setting.device))
+                races.append(run_race(task, study, self._bench, self._setting.device, in_use[task.key]))
         confirmation = confirm(races, self._bench, lambda: budget.seconds_left > 0)
         by_key = {race.task.key: race for race in races}
-        findings = [self._finding(task, by_key.get(task.key), confirmation) for task in self.tasks]
+        findings = [self._finding(task, by_key.get(task.key), confirmation, in_use[task.key]) for task in self.tasks]
         return Sweep(
             run=self._run.name,
             model=about.model,
@@ -112,7 +114,11 @@ class Tuner:
             steps=confirmation.steps,
         )
 
-    def _finding(self, task: Task, race: Race | None, confirmation: Confirmation) -> Finding:
+    def _in_use(self, task: Task, records: Records) -> Knobs:
+        match = best_record(records, task.kernel, task.problem, self._setting.device.target)
+        return match.record.knobs if match else task.default(self._setting.device)
+
+    def _finding(self, task: Task, race: Race | None, confirmation: Confirmation, in_use: Knobs) -> Finding:
         study, default = self.study(task), task.default(self._setting.device)
         chosen = confirmation.chosen[task.key] if race else None
         return Finding(
@@ -124,7 +130,8 @@ class Tuner:
             share=task.share,
             bound_seconds=least_bound(task, self._setting.device, self._setting.context),
             default_knobs=default,
-            knobs=chosen.knobs if chosen else default,
+            in_use=in_use,
+            knobs=chosen.knobs if chosen else in_use,
             default=race.default.outcome if race else NOT_REACHED,
             best=chosen.outcome if chosen else NOT_REACHED,
             verdict=confirmation.verdicts[task.key] if race else NOT_REACHED.reason,

@@ -38,7 +38,7 @@ def races():
         knobs = task.default(DEVICE)
         others = [{**knobs, "num_warps": warps} for warps in (8, 16)]
         contenders = [Contender(knobs, "default", timed(3e-6)), Contender(others[0], "sampler", timed(1.5e-6))]
-        found.append(Race(task, (*contenders, Contender(others[1], "sampler", timed(2e-6)))))
+        found.append(Race(task, (*contenders, Contender(others[1], "sampler", timed(2e-6))), knobs))
     return found
 
 
@@ -103,7 +103,7 @@ def test_together_they_must_not_be_slower_either(races):
 
 def test_the_default_wins_a_race_that_is_a_tie(races):
     contenders = (races[0].default, Contender({}, "sampler", timed(2.99e-6)))
-    race = Race(races[0].task, contenders)
+    race = Race(races[0].task, contenders, races[0].in_use)
     assert race.best is race.default and race.challengers == () and race.step_gain == 0
 
 
@@ -111,6 +111,50 @@ def test_without_time_nothing_is_changed(races):
     found = confirm(races, Steps(lambda program, chosen: 1.0), has_time=lambda: False)
     assert all(contender.origin == "default" for contender in found.chosen.values())
     assert all("no time" in verdict for verdict in found.verdicts.values())
+
+
+def with_record(races, seconds: float) -> list[Race]:
+    """The same races with the third contender in use, as a record of so many seconds."""
+    found = []
+    for race in races:
+        default, fast, other = race.contenders
+        record = Contender(other.knobs, "record", timed(seconds))
+        found.append(Race(race.task, (default, record, fast), record.knobs))
+    return found
+
+
+def test_without_time_the_record_in_use_stays_and_not_the_default(races):
+    found = confirm(with_record(races, 2e-6), Steps(lambda program, chosen: 1.0), has_time=lambda: False)
+    assert all(contender.origin == "record" for contender in found.chosen.values())
+    assert all("the record in use stays" in verdict for verdict in found.verdicts.values())
+
+
+def test_a_winner_has_to_beat_the_record_in_use(races):
+    known = with_record(races, 1.5e-6)
+    assert all(race.challengers == () and race.step_gain == 0 for race in known)
+    found = confirm(known, Steps(lambda program, chosen: 1.0))
+    assert all("no candidate beats the record in use" in verdict for verdict in found.verdicts.values())
+
+
+def test_a_record_that_is_slower_than_the_default_gives_way(races):
+    slow = with_record(races, 4e-6)
+    found = confirm(slow, Steps(lambda program, chosen: 1 - sum(k["num_warps"] == 8 for k in chosen.values()) / 10))
+    assert warps(found) == [8, 8]
+    outdone = [Race(race.task, race.contenders[:2], race.in_use) for race in slow]
+    found = confirm(outdone, Steps(lambda program, chosen: 1 + sum(k["num_warps"] == 16 for k in chosen.values()) / 10))
+    assert [contender.origin for contender in found.chosen.values()] == ["default", "default"]
+    assert {step.program: round(step.gain, 3) for step in found.steps} == {"decode/1": 0.167, "prefill/16": 0.091}
+
+
+def test_choices_that_together_slow_the_step_give_way_to_what_was_in_use(races):
+    class Late(Steps):
+        def measure_steps(self, program, choices, repeats):
+            sign = 1 if repeats == LAST_REPEATS else -1
+            self.seconds = lambda program, chosen: 1 + sign * 0.1 * sum(k["num_warps"] == 8 for k in chosen.values())
+            return super().measure_steps(program, choices, repeats)
+
+    found = confirm(with_record(races, 2e-6), Late(None))
+    assert all(contender.origin == "record" for contender in found.chosen.values())
 
 
 def test_a_kernel_winner_that_disturbs_its_neighbours_loses_on_the_whole_device():

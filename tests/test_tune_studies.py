@@ -158,7 +158,7 @@ def test_a_killed_run_goes_on_and_has_lost_nothing_finished(storage):
     assert running == [(), ()]
     measured = Counter(str(one.knobs) for found in after for one in found if one.outcome.status is not Status.REFUSED)
     assert max(measured.values()) == 1, "nothing is measured twice"
-    sweep = tuner.conclude(budget, About(MODEL, IDENTITY))
+    sweep = tuner.conclude(budget, About(MODEL, IDENTITY), Records())
     assert all(found.is_raced for found in sweep.findings)
 
 
@@ -221,7 +221,7 @@ def test_workers_share_a_postgresql_server_and_one_that_is_killed_loses_one_tria
         assert all(study.running() == () for study in studies_of(tuner))
         finished = sum(int(words[-1]) for words in spoken)
         assert sum(by_worker.values()) >= finished + len(numbers)
-        sweep = tuner.conclude(made.budget(), About(MODEL, IDENTITY))
+        sweep = tuner.conclude(made.budget(), About(MODEL, IDENTITY), Records())
         for task in made.tasks:
             assert finding(sweep, task).best.seconds < 1.1 * made.optimum_seconds(task)
         tuner._run.close()

@@ -72,8 +72,9 @@ class Rig:
     def sweep(self, trials: int, records: Records | None = None) -> Sweep:
         """Search and conclusion."""
         tuner, budget = self.tuner(), self.budget(trials=trials)
-        tuner.search(budget, records or Records())
-        return tuner.conclude(budget, About(MODEL, IDENTITY))
+        records = records or Records()
+        tuner.search(budget, records)
+        return tuner.conclude(budget, About(MODEL, IDENTITY), records)
 
     def optimum_seconds(self, task: Task) -> float:
         return self.bench.seconds(task, self.bench.optimum(task))

@@ -76,7 +76,8 @@ def tune(arguments: Arguments, wish: Wish) -> None:
         if arguments.search_only:
             note(f"{budget.spent} candidates measured for the run {run.name}.")
             return
-        sweep = tuner.conclude(budget, _about(arguments, wish, subject))
+        known = known_records(subject.identity, folder=arguments.records_folder)
+        sweep = tuner.conclude(budget, _about(arguments, wish, subject), known)
     _publish(arguments, subject, sweep)
 
 

@@ -23,13 +23,13 @@ def print_sweep(sweep: Sweep) -> None:
     columns += [number("saved"), text("verdict")]
     print_table(f"{sweep.model} on {sweep.device} ({how})", columns, [_cells(found) for found in sweep.findings])
     print_table("refused before compiling", [number("candidates"), text("reason")], _reasons(sweep))
-    columns = [text("step"), number("all defaults"), number("tuned"), number("saved")]
+    columns = [text("step"), number("all defaults"), number("until now"), number("tuned"), number("saved")]
     print_table("whole steps, in turns", columns, [_step_cells(step) for step in sweep.steps])
     total: Counter[str] = Counter()
     for found in sweep.findings:
         total.update(found.counts)
     words = ", ".join(f"{total[status.value]} {status.value}" for status in Status)
-    better = sum(not found.is_default for found in sweep.findings)
+    better = sum(found.is_changed for found in sweep.findings)
     click.echo(
         f"{sum(total.values())} candidates ({words}) in {sweep.seconds:.0f} s: {better} of {len(sweep.findings)} "
         f"problems have better knobs; run {sweep.run}"
@@ -55,7 +55,7 @@ def _cells(found: Finding) -> list[str]:
 
 
 def _step_cells(step: StepFinding) -> list[str]:
-    return [step.program, _time(step.default), _time(step.tuned), _part(step.gain)]
+    return [step.program, _time(step.default), _time(step.before), _time(step.tuned), _part(step.gain)]
 
 
 def _reasons(sweep: Sweep) -> list[list[str]]:
