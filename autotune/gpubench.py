@@ -67,6 +67,12 @@ class GpuBench:
             if not self.baseline.refusal(candidate):
                 self._start(self._bound(candidate).kernels.values())
 
+    def is_ready(self, candidate: Candidate) -> bool:
+        """Whether ``measure`` would wait for no compiler."""
+        if self.baseline.refusal(candidate):
+            return True
+        return all(future.done() for future in self._start(self._bound(candidate).kernels.values()))
+
     def facts(self, candidate: Candidate) -> tuple[Artifact, ...]:
         """Registers, spills and shared memory of the machine code of a candidate that compiles; waits for it."""
         if self.baseline.refusal(candidate):

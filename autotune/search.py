@@ -6,23 +6,22 @@ and the neighbours of the best so far take turns. Of each round of repeats the b
 
 Example::
 
-    search = Search(task, study, bench, Setting(device))
+    search = Search(task, study, bench, Setting(device), legal_space(task, device.target))
     search.begin([record.knobs])
     search.run(budget.part(0.3), budget)
 """
 
 from __future__ import annotations
 
-import itertools
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from lynnc.autotune.bounds import identity, least_bound, lower_bound
 from lynnc.autotune.budget import Allowance, Budget
+from lynnc.autotune.legalspace import LegalSpace
 from lynnc.autotune.noise import difference_that_counts
 from lynnc.autotune.problems import Task
 from lynnc.autotune.studies import KnobStudy, Ticket
@@ -35,8 +34,6 @@ REPEATS = (5, 10, 20)
 """Runs of a candidate in each round; half of the candidates go on to the next."""
 WHOLE_SPACE = 64
 """Kernels of a space that is tried whole."""
-LISTED_SPACE = 8192
-"""Combinations up to which a space is listed to see how many kernels it holds."""
 MOST_DRAWS = 48
 """Draws in a row that may be refused or known before a legal candidate is taken at random."""
 RANDOM_DRAWS = 400
@@ -47,6 +44,8 @@ FIRST = 4
 """Candidates that compile before a task's turn comes."""
 PATIENCE = 6
 """Timed candidates for each knob without a gain that counts, after which more are not expected to bring one."""
+WAIT_SECONDS = 0.02
+"""Between looks whether a candidate is compiled."""
 LOOK_SECONDS = 3.0
 """Between looks at what other workers did."""
 
@@ -66,8 +65,8 @@ class Setting:
 class Search:
     """One task by one worker."""
 
-    def __init__(self, task: Task, study: KnobStudy, bench: Bench, setting: Setting) -> None:
-        self.task, self.study = task, study
+    def __init__(self, task: Task, study: KnobStudy, bench: Bench, setting: Setting, space: LegalSpace) -> None:
+        self.task, self.study, self._space = task, study, space
         self._bench, self._setting = bench, setting
         self._random = random.Random(f"{setting.seed} {task.name}")
         self._window: deque[Ticket] = deque()
@@ -99,16 +98,27 @@ class Search:
             while allowance.is_left() and not self.is_settled():
                 self._look_at_others()
                 self._fill(self._setting.ahead)
-                if not self._window:
+                ticket = self._next(allowance)
+                if ticket is None:
                     return
-                ticket = self._window[0]  # put back with the others if the measurement is interrupted
-                outcome = self._measure(ticket)
-                self._window.popleft()
+                outcome = self._measure(ticket)  # put back with the others if it is interrupted
+                self._window.remove(ticket)
                 budget.spend()
                 if say:
                     say(self.task, Tried(ticket.trial.number, ticket.knobs, outcome, ticket.origin))
         finally:
             self.release()
+
+    def _next(self, allowance: Allowance) -> Ticket | None:
+        """The first in hand that is compiled: what keeps a compiler busy for a minute keeps the device from nothing."""
+        while self._window:
+            ready = next(
+                (ticket for ticket in self._window if self._bench.is_ready(self._candidate(ticket.knobs))), None
+            )
+            if ready is not None or not allowance.is_left():
+                return ready
+            time.sleep(WAIT_SECONDS)
+        return None
 
     def release(self) -> None:
         """Puts back what was drawn and not measured."""
@@ -128,7 +138,7 @@ class Search:
 
     def _is_without_gain(self) -> bool:
         """Whether the best of all is no better, beyond the noise, than the best before the last candidates."""
-        knobs = sum(len(knob.values) > 1 for knob in self.task.kernel.space.values())
+        knobs = sum(len(knob.values) > 1 for knob in self._space.knobs.values())
         timed = [tried.outcome for tried in self.study.tried() if tried.outcome.is_timed]
         patience = PATIENCE * max(knobs, 1)
         if len(timed) <= patience:
@@ -139,20 +149,12 @@ class Search:
 
     def _kernels_of_small_space(self) -> tuple[Knobs, ...]:
         """Every kernel of the space, each once, where they are few; else nothing."""
-        if prod(len(knob.values) for knob in self.task.kernel.space.values()) > LISTED_SPACE:
-            return ()
         kernels: dict[str, Knobs] = {}
-        for knobs in self._combinations():
-            if self._refusal(knobs) is None:
-                kernels.setdefault(identity(self.task, knobs), knobs)
+        for knobs in self._space.combinations:
+            kernels.setdefault(identity(self.task, knobs), knobs)
             if len(kernels) > WHOLE_SPACE:
                 return ()
         return tuple(kernels.values())
-
-    def _combinations(self) -> Iterator[Knobs]:
-        space = self.task.kernel.space
-        values = itertools.product(*(knob.values for knob in space.values()))
-        return (dict(zip(space, chosen, strict=True)) for chosen in values)
 
     def _refusal(self, knobs: Knobs) -> str | None:
         return self.task.kernel.refusal(self.task.problem, knobs, self._setting.device.target)
@@ -215,7 +217,7 @@ class Search:
         """A legal candidate that is new and differs from the best in one knob by one value."""
         moves = []
         for name, value in self._best_knobs.items():
-            values = self.task.kernel.space[name].values
+            values = self._space.knobs[name].values
             near = (values.index(value) - 1, values.index(value) + 1)
             moves += [{**self._best_knobs, name: values[index]} for index in near if 0 <= index < len(values)]
         return self._first_new(self._random.sample(moves, len(moves)))
@@ -242,7 +244,9 @@ class Search:
         return f"the roofline allows no less than {bound * 1e6:.2f} us, the best takes {best.seconds * 1e6:.2f} us"
 
     def _random_new(self) -> Knobs | None:
-        space = self.task.kernel.space
+        listed, space = self._space.combinations, self._space.knobs
+        if listed:
+            return self._first_new(self._random.sample(listed, len(listed)))
         return self._first_new(
             {name: self._random.choice(knob.values) for name, knob in space.items()} for _ in range(RANDOM_DRAWS)
         )

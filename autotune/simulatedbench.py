@@ -51,6 +51,13 @@ class SimulatedBench:
                 for call in self._baseline.bound(candidate.program, [candidate]).kernels.values():
                     self._compiler.start(call.source)
 
+    def is_ready(self, candidate: Candidate) -> bool:
+        """Whether its kernels are compiled, or cannot be."""
+        if self._baseline.refusal(candidate):
+            return True
+        calls = self._baseline.bound(candidate.program, [candidate]).kernels.values()
+        return all(self._compiler.start(call.source).done() for call in calls)
+
     def measure(self, candidate: Candidate, repeats: int) -> Outcome:
         """The predicted time of a launch; the same however often it is asked for."""
         name = name_of(candidate)

@@ -8,7 +8,7 @@ running; whoever notices first puts its last measurement in their place, or has 
 Example::
 
     run = Run(open_storage("sqlite:///tune.db"), "h200", Worker.here(seed=1))
-    study = run.study(task, digest)
+    study = run.study(task, digest, task.kernel.space)
     ticket = study.draw()
     study.finish(ticket, outcome)
 """
@@ -178,8 +178,8 @@ class Run:
         beat = storage.record_heartbeat if isinstance(storage, RDBStorage) else None
         self.heart = Heart(beat)
 
-    def study(self, task: Task, digest: str) -> KnobStudy:
-        """The study of a task; ``digest`` stands for all that makes earlier times invalid."""
+    def study(self, task: Task, digest: str, space: Mapping[str, Knob]) -> KnobStudy:
+        """The study of a task in its own space; ``digest`` stands for all that makes earlier times invalid."""
         name = f"{self.name}/{task.program}/{task.kernel.name}/{digest[:16]}"
         sampler = optuna.samplers.TPESampler(
             seed=self.worker.seed, n_startup_trials=STARTUP_TRIALS, multivariate=True, constant_liar=True
@@ -191,7 +191,7 @@ class Run:
             )
         if "task" not in study.user_attrs:
             study.set_user_attr("task", task.name)
-        return KnobStudy(study, task.kernel.space, self.worker, self.heart)
+        return KnobStudy(study, space, self.worker, self.heart)
 
     def close(self) -> None:
         """Lets the storage go."""

@@ -95,6 +95,10 @@ class SyntheticBench:
         """Notes them."""
         self.prepared += candidates
 
+    def is_ready(self, candidate: Candidate) -> bool:
+        """Always: there is no compiler."""
+        return True
+
     def measure(self, candidate: Candidate, repeats: int) -> Outcome:
         """A fault, or times with noise."""
         self._wait(self.traits.measure_seconds)

@@ -66,6 +66,10 @@ class Bench(Protocol):
         """Starts to compile candidates that will be measured soon; returns at once."""
         ...
 
+    def is_ready(self, candidate: Candidate) -> bool:
+        """Whether ``measure`` would wait for no compiler."""
+        ...
+
     def measure(self, candidate: Candidate, repeats: int) -> Outcome:
         """Checks a candidate, if that was not done yet, and times it."""
         ...

@@ -23,6 +23,7 @@ from lynnc.artifact import digest
 from lynnc.autotune.bounds import least_bound
 from lynnc.autotune.budget import Budget
 from lynnc.autotune.confirm import Confirmation, confirm
+from lynnc.autotune.legalspace import legal_space
 from lynnc.autotune.problems import Task
 from lynnc.autotune.race import Race, run_race
 from lynnc.autotune.search import Say, Search, Setting
@@ -30,7 +31,7 @@ from lynnc.autotune.studies import KnobStudy, Run
 from lynnc.autotune.sweep import Finding, Sweep
 from lynnc.autotune.trial import Bench, Outcome, Status
 from lynnc.deviceidentity import Identity
-from lynnc.kernels.kernel import Knobs
+from lynnc.kernels.kernel import Knob, Knobs
 from lynnc.records import Records, best_record, legal_records
 from lynnc.render import template_digest
 from lynnc.tools import find_tools
@@ -58,7 +59,12 @@ class Tuner:
     def __init__(self, tasks: Sequence[Task], run: Run, bench: Bench, setting: Setting, identity: Identity) -> None:
         self.tasks = tuple(tasks)
         self._run, self._bench, self._setting = run, bench, setting
-        self._studies = {task.key: run.study(task, study_digest(task, identity)) for task in self.tasks}
+        self._spaces = {task.key: legal_space(task, setting.device.target) for task in self.tasks}
+        self._studies = {task.key: self._open(task, identity) for task in self.tasks}
+
+    def _open(self, task: Task, identity: Identity) -> KnobStudy:
+        space = self._spaces[task.key].knobs
+        return self._run.study(task, study_digest(task, space, identity), space)
 
     def study(self, task: Task) -> KnobStudy:
         """The study of a task."""
@@ -85,7 +91,7 @@ class Tuner:
                 search.release()
 
     def _begin(self, task: Task, records: Records) -> Search:
-        search = Search(task, self.study(task), self._bench, self._setting)
+        search = Search(task, self.study(task), self._bench, self._setting, self._spaces[task.key])
         known = legal_records(records, task.kernel, task.problem, self._setting.device.target)
         search.begin([match.record.knobs for match in islice(known, MOST_RECORDS)])
         return search
@@ -145,13 +151,15 @@ def _predicted(found: Finding) -> Finding:
     return replace(found, verdict=f"{found.verdict}, by prediction alone") if found.is_raced else found
 
 
-def study_digest(task: Task, identity: Identity) -> str:
-    """Stands for all that makes earlier times of a task invalid: device, template, compiler, and the problem itself."""
+def study_digest(task: Task, space: Mapping[str, Knob], identity: Identity) -> str:
+    """Stands for all that makes earlier times of a task invalid: device, template, compiler, the problem itself; and
+    for the values that a sampler may draw, which must not change within a study."""
     tools = find_tools()
     ptxas = tools.ptxas_for(int("".join(filter(str.isdigit, identity.arch))))
     facts = {
         "problem": _plain(task.problem),
         "kernel": task.kernel.name,
+        "space": {name: list(knob.values) for name, knob in space.items()},
         "program": task.program,
         "template": template_digest(task.kernel.template),
         "device": repr(identity),

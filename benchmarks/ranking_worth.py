@@ -20,6 +20,7 @@ from pathlib import Path
 import click
 
 from lynnc.autotune.conditions import Conditions
+from lynnc.autotune.legalspace import legal_space
 from lynnc.autotune.predict import rank_correlation
 from lynnc.autotune.problems import DECODE, Task, Wanted, tasks_of
 from lynnc.autotune.simulatedbench import SimulatedBench, open_simulated_bench, predicted_and_measured
@@ -89,7 +90,8 @@ def main(model: str, storage: str, run: str, device: str, programs: str, output:
     rows = []
     with closing(opened), closing(open_simulated_bench(spec, request, store, tasks, context)) as bench:
         for task in tasks:
-            tried = opened.study(task, study_digest(task, identity_of(chosen))).tried()
+            space = legal_space(task, chosen.target).knobs
+            tried = opened.study(task, study_digest(task, space, identity_of(chosen)), space).tried()
             worth = worth_of(task, tried, bench)
             if worth:
                 rows.append(worth)

@@ -9,6 +9,7 @@ import pytest
 from tuning import DEVICE, IDENTITY, MODEL, Rig, finding, tasks
 
 from lynnc.autotune.bounds import identity
+from lynnc.autotune.legalspace import legal_space
 from lynnc.autotune.noise import is_faster
 from lynnc.autotune.search import REPEATS, WHOLE_SPACE
 from lynnc.autotune.synthetic import Traits
@@ -169,3 +170,41 @@ def test_a_task_that_was_not_reached_keeps_its_default_and_says_so(all_tasks):
     last = finding(sweep, all_tasks[-1])
     assert last.is_default and last.verdict == "the budget did not reach it" and not last.tried
     assert replace(last, verdict="").counts == {}
+
+
+def test_a_sampler_draws_only_values_that_some_legal_combination_has():
+    found = tasks("grouped_up", "gemm", model="qwen3.6-35b-a3b", programs=("prefill/16",))
+    by_kernel = {
+        task.kernel.name: legal_space(task, DEVICE.target) for task in found if task.problem["order"] == "lanes"
+    }
+    assert by_kernel["grouped_up"].knobs["BLOCK_K"].values == (128,) == by_kernel["gemm"].knobs["BLOCK_K"].values
+    assert by_kernel["grouped_up"].knobs["SWAP"].values == (1,)
+    for task in found:
+        space = legal_space(task, DEVICE.target)
+        default = task.default(DEVICE)
+        assert default in space.combinations and all(default[name] in knob.values for name, knob in space.knobs.items())
+        for name, knob in space.knobs.items():
+            assert {knobs[name] for knobs in space.combinations} == set(knob.values)
+
+
+def test_few_candidates_are_refused_where_the_space_is_listed():
+    found = tasks("grouped_up", model="qwen3.6-35b-a3b", programs=("prefill/64",))
+    one = finding(Rig(found, Traits(seed=2)).sweep(trials=30), found[0])
+    assert len(one.tried) >= 25 and sum(one.refusals.values()) <= len(one.tried) // 4
+
+
+def test_a_candidate_that_is_long_in_the_compiler_holds_up_no_other(all_tasks):
+    task = next(task for task in all_tasks if task.kernel.name == "experts_up")
+    rig, slow = Rig([task]), []
+
+    class Slow(type(rig.bench)):  # type: ignore[misc]
+        def is_ready(self, candidate):
+            is_slow = candidate.knobs["num_warps"] == 2 and len(self.measured) < 20
+            slow.extend([len(self.measured)] if is_slow else [])
+            return not is_slow
+
+    bench = Slow(rig.tasks, DEVICE, rig.traits, rig.clock.wait)
+    tuner, budget = rig.tuner(bench), rig.budget(trials=40)
+    tuner.search(budget, Records())
+    warps = [candidate.knobs["num_warps"] for candidate in bench.measured]
+    assert slow and 2 not in warps[:20] and 2 in warps[20:] and budget.spent == 40

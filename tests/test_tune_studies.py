@@ -21,6 +21,7 @@ from lynnc.autotune.trial import Outcome, Status
 from lynnc.autotune.tuner import About, Tuner, study_digest
 from lynnc.autotune.worker import LONGEST_HOLD_SECONDS, Worker
 from lynnc.errors import OptionError
+from lynnc.kernels.kernel import Choice
 from lynnc.records import Records
 
 HERE = Path(__file__).parent
@@ -178,10 +179,12 @@ def test_an_interrupted_search_puts_back_what_it_holds(tmp_path):
 
 def test_another_template_or_device_begins_a_study_of_its_own(monkeypatch):
     task = rig("", "a").tasks[0]
-    first = study_digest(task, IDENTITY)
-    assert first == study_digest(task, IDENTITY)
+    space = task.kernel.space
+    first = study_digest(task, space, IDENTITY)
+    assert first == study_digest(task, space, IDENTITY)
+    assert first != study_digest(task, {**space, "num_warps": Choice((4,))}, IDENTITY)
     monkeypatch.setattr("lynnc.autotune.tuner.template_digest", lambda template: "changed")
-    assert first != study_digest(task, IDENTITY)
+    assert first != study_digest(task, space, IDENTITY)
 
 
 @pytest.mark.parametrize(
