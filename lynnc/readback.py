@@ -25,7 +25,7 @@ from lynnc.plan import Program
 from lynnc.runtime.executor import Executor
 from lynnc.runtime.tensors import DeviceTensor
 from lynnc.runtime.weights.arrays import PackedWeight, unpack_weight
-from lynnc.stepvalues import TORCH_DTYPE, natural
+from lynnc.stepvalues import TORCH_DTYPE, in_memory, natural
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Readback:
     def write(self, name: str, values: torch.Tensor) -> None:
         """Fills the first rows of a tensor with memory of its own; values [n, ...] are rounded to its dtype."""
         tensor = self.graph.tensors[name]
-        stored = values.detach().cpu().to(TORCH_DTYPE[tensor.dtype]).contiguous()
+        stored = in_memory(tensor, values).detach().cpu().to(TORCH_DTYPE[tensor.dtype]).contiguous()
         device = self.executor.device
         device.upload(self.address(name), stored.data_ptr(), stored.nbytes)
         device.synchronize()

@@ -8,6 +8,7 @@ After::
 
     p = PartialLinear(x, parts=4)
     h2, y = SumPartsNorm(p, h) { m = SumParts(p); h2 = Add(h, m); y = RmsNorm(h2) }
+    h2 = SumPartsAdd(p, h) { m = SumParts(p); h2 = Add(h, m) }                         # where no norm follows
 
 Why: with few rows a projection has a program for each ``TILE`` rows of its weight, too few to fill a GPU where the
 weight is narrow, and each goes through all columns. The launch that norms the result, which is there anyway, sums the
@@ -15,8 +16,6 @@ parts in order.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 from lynnc.columnorder import BLOCK
 from lynnc.ir import Add, DType, Graph, Linear, Op, RmsNorm, Tensor
@@ -69,5 +68,5 @@ def _split(graph: Graph, chains: list[tuple[Linear, Add, RmsNorm | None, int]]) 
         if norm:
             groups.append(Group("SumPartsNorm", (total, add, norm), norm))
         else:
-            groups.append(Group("SumPartsAdd", (total, add), replace(add, name=total.name)))
+            groups.append(Group("SumPartsAdd", (total, add), total))
     return fuse(replace_ops(graph, replacements, tensors), groups)
