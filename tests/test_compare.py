@@ -14,24 +14,8 @@ from lynnc.promptops import DeltaChunk
 from lynnc.stepvalues import Run
 
 HEADS, CHUNK, ROWS = 2, 16, 16
-OP = DeltaChunk(
-    "chunk",
-    "qkv",
-    "beta",
-    "g",
-    "position",
-    "slot",
-    "inverse",
-    "rest",
-    "scores",
-    "scales",
-    1,
-    HEADS,
-    16,
-    16,
-    CHUNK,
-    -30.0,
-)
+READS, WRITES = ("qkv", "beta", "g", "position", "slot"), ("inverse", "rest", "scores", "scales")
+OP = DeltaChunk("chunk", *READS, *WRITES, 1, HEADS, 16, 16, CHUNK, -30.0)
 
 
 def agreements(change) -> dict[str, bool]:
