@@ -215,26 +215,27 @@ def check_pieces(executor: Executor, extent: Extent) -> Check:
     """A prompt in two pieces, cut anywhere, and token by token: the logits are those of one piece, but for rounding."""
     prompt, _ = tokens_of(executor, replace(extent, prompt=extent.pieces[-1]))
     _begin(executor, prompt)
-    whole, worst = _logits(executor), {}
+    whole, worst = logits_of_last(executor), {}
     for cut in extent.pieces[:-1]:
         _begin(executor, prompt[:cut])
         executor.prefill(prompt[cut:])
-        worst[f"cut at {cut}"] = _relative_rms(_logits(executor), whole)
+        worst[f"cut at {cut}"] = relative_rms(logits_of_last(executor), whole)
     _begin(executor, prompt[:1])
     for position in range(1, len(prompt)):
         executor.step(rows_of(prompt[position : position + 1], position))
-    worst["token by token"] = _relative_rms(_logits(executor), whole)
+    worst["token by token"] = relative_rms(logits_of_last(executor), whole)
     passed = sum(rms < PIECES_LIMIT for rms in worst.values())
     return Check("pieces_agree", passed, len(worst), {"limit": PIECES_LIMIT, "rows": len(prompt)}, worst)
 
 
-def _logits(executor: Executor) -> torch.Tensor:
+def logits_of_last(executor: Executor) -> torch.Tensor:
     """FP64 logits of the last row of the last step."""
     data = bytearray(executor.tensor("logits").read().tobytes())
     return torch.frombuffer(data, dtype=torch.float32)[: executor.plan.vocabulary].double()
 
 
-def _relative_rms(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_rms(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """RMS of the difference over that of the expected."""
     return float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
 
 
