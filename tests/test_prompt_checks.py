@@ -1,4 +1,4 @@
-"""``benchmarks/prompt_checks.py`` on a tiny plan and a simulated device: what passes, and that it fails where it must."""
+"""``benchmarks/prompt_checks.py`` on a tiny plan and a simulated device: what passes, and what fails as it must."""
 
 from __future__ import annotations
 
