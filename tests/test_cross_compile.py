@@ -74,6 +74,11 @@ LEAST_BYTES = {"linear": 16, "gate_up": 16}
 """Bytes that each load of packed weights brings; the expert kernels take one 64-bit word at a time by choice."""
 
 
+STARTS_NOTHING = {
+    *("attention", "causal_conv", "combine_add", "delta_prepare", "delta_scan", "gemm", "gemm_fp4", "group"),
+    *("grouped_down", "grouped_up", "quantise_activations", "rotate_append"),
+}
+"""Large kernels of prompts: programs of the next launch would crowd where there is room."""
 EARLY_READS = {
     "attention_step": {"position", "slot", "k_cache", "v_cache"},
     "attention_partial": {"position", "slot"},
@@ -101,7 +106,8 @@ def test_kernels_touch_what_this_step_wrote_only_after_the_wait(model: str, stor
     for entry in result.plan.kernels.values():
         ptx = result.files[f"kernels/{entry.name}-{entry.key[:16]}.ptx"].decode()
         before, wait, _ = ptx.partition("griddepcontrol.wait")
-        assert wait and "griddepcontrol.launch_dependents" in before, entry.name
+        start = "griddepcontrol.launch_dependents"
+        assert wait and (start not in ptx if entry.name in STARTS_NOTHING else start in before), entry.name
         assert "st.global" not in before, f"{entry.name} stores before it waits"
         pointers = [(index, p) for index, (p, kind) in enumerate(entry.signature.items()) if kind.startswith("*")]
         early = {p for index, p in pointers if load_widths(before, index)}
