@@ -97,8 +97,8 @@ def test_spaces_refuse_what_cannot_be_held():
     rows = {**problem, "rows": 2048}
     assert "take 256 registers" in str(kernels["gemm"].refusal(rows, gemm, target))
     assert "shared memory" in str(kernels["gemm"].refusal(rows, {**gemm, "BLOCK_K": 1024}, target))
-    grouped = {"format": "nvfp4", "k": 2048, "n": 1024, "shared": 1, "slots": 8, "tile": 64}
-    tiles = {"BLOCK_N": 64, "BLOCK_K": 512, "SWAP": 1, "DIRECT": 1, "num_warps": 4, "num_stages": 5}
+    grouped = {"format": "nvfp4", "k": 2048, "n": 1024, "order": "natural", "shared": 1, "slots": 8, "tile": 64}
+    tiles = {"BLOCK_N": 64, "BLOCK_K": 512, "SWAP": 1, "num_warps": 4, "num_stages": 5}
     assert "shared memory" in str(kernels["grouped_up"].refusal(grouped, tiles, target))
-    sums = {**tiles, "BLOCK_N": 256, "BLOCK_K": 64, "num_stages": 1, "num_warps": 1}
+    sums = {**tiles, "BLOCK_N": 128, "BLOCK_K": 64, "num_stages": 1, "num_warps": 1}
     assert "take 512 registers" in str(kernels["grouped_up"].refusal(grouped, sums, target))
