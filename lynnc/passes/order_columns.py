@@ -21,7 +21,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from lynnc.columnorder import BLOCK, ColumnOrder
-from lynnc.ir import Attention, Fused, GatedNorm, Graph, Linear, Op, OutputGate, RmsNorm, SiluMul, primitive_ops
+from lynnc.ir import Attention, Fused, GatedNorm, Graph, Linear, Op, OutputGate, RmsNorm, SiluMul, Tensor, primitive_ops
 from lynnc.passes.patterns import Uses, replace_ops
 from lynnc.programs import is_prefill
 from lynnc.promptops import GroupedLinear
@@ -45,18 +45,26 @@ def order_columns(graph: Graph) -> Graph:
     if not is_prefill(graph.program):
         return graph
     uses = Uses(graph)
+    kept = {*graph.outputs, *(tensor.base for tensor in graph.tensors.values())}
+    changed: dict[str, Op] = {}
+    ordered: list[Tensor] = []
     for op in graph.ops:
         for name in op.writes:
             readers = uses.readers[name]
             takers = [reader for reader in readers if _takes_lanes(graph, reader, name)]
-            if not takers or name in graph.outputs or not _can_order(graph, op, name):
+            if not takers or name in kept or not _can_order(graph, op, name):
                 continue
-            if takers == readers:
-                lanes = replace(graph.tensors[name], order=ColumnOrder.LANES)
-                graph = graph.with_ops(graph.ops, lanes)
-            elif WRITERS[op.kind] is RmsNorm:
-                graph = _with_copy(graph, op, name, takers)
-    return graph
+            lanes = replace(graph.tensors[name], order=ColumnOrder.LANES)
+            if takers != readers:
+                if WRITERS[op.kind] is not RmsNorm:
+                    continue
+                lanes = replace(lanes, name=f"{name}_lanes")
+                changed[op.name] = _writing_both(op, name, lanes.name)
+                changed.update(
+                    {taker.name: _reading(changed.get(taker.name, taker), name, lanes.name) for taker in takers}
+                )
+            ordered.append(lanes)
+    return replace_ops(graph, {name: (op,) for name, op in changed.items()}, ordered)
 
 
 def _takes_lanes(graph: Graph, op: Op, name: str) -> bool:
@@ -68,33 +76,28 @@ def _takes_lanes(graph: Graph, op: Op, name: str) -> bool:
 
 
 def _can_order(graph: Graph, op: Op, name: str) -> bool:
-    """Whether the tensor's writer can, and the columns of each head or slot are whole blocks, in no view."""
+    """Whether the tensor's writer can, and the columns of each head or slot are whole blocks of a tensor of its own."""
     tensor, kind = graph.tensors[name], WRITERS.get(op.kind)
     writer = next(part for part in primitive_ops(op) if name in part.writes)
-    if kind is None or not isinstance(writer, kind) or tensor.shape[0] != graph.rows:
+    if kind is None or not isinstance(writer, kind) or tensor.shape[0] != graph.rows or tensor.base is not None:
         return False
-    is_viewed = tensor.base is not None or any(other.base == name for other in graph.tensors.values())
     # What a GatedNorm writes has no axis of heads, but its kernel takes each by itself.
     width = graph.tensors[writer.x].shape[-1] if isinstance(writer, GatedNorm) else tensor.shape[-1]
-    return int(width) % BLOCK == 0 and not is_viewed
+    return int(width) % BLOCK == 0
 
 
-def _with_copy(graph: Graph, op: Op, name: str, takers: list[Op]) -> Graph:
-    """The norm in a launch writes a second tensor, in the order of lanes, for those that take it."""
-    lanes = replace(graph.tensors[name], name=f"{name}_lanes", order=ColumnOrder.LANES)
+def _writing_both(op: Op, name: str, lanes: str) -> Fused:
+    """The launch of a norm that writes ``lanes`` too, in the order of lanes."""
     norm = next(part for part in primitive_ops(op) if isinstance(part, RmsNorm) and part.out == name)
-    copy = replace(norm, name=f"{norm.name}_lanes", out=lanes.name)
-    both = Fused(
+    return Fused(
         name=op.name,
         pattern=op.kind if isinstance(op, Fused) else "RmsNormTwice",
-        body=(*primitive_ops(op), copy),
+        body=(*primitive_ops(op), replace(norm, name=f"{norm.name}_lanes", out=lanes)),
         inputs=op.reads,
         used_weights=(norm.weight,),
         used_states=(),
-        outputs=(*op.writes, lanes.name),
+        outputs=(*op.writes, lanes),
     )
-    changed = {taker.name: (_reading(taker, name, lanes.name),) for taker in takers}
-    return replace_ops(graph, {op.name: (both,), **changed}, (lanes,))
 
 
 def _reading(op: Op, old: str, new: str) -> Op:
