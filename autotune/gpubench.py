@@ -51,6 +51,27 @@ class Compiler(Protocol):
         ...
 
 
+class Builds:
+    """The kernels of candidates, bound and asked for once each: a search asks again and again whether one is ready."""
+
+    def __init__(self, baseline: Baseline, compiler: Compiler) -> None:
+        self._baseline, self._compiler = baseline, compiler
+        self._found: dict[str, tuple[Compiling, ...]] = {}
+
+    def of(self, candidate: Candidate) -> tuple[Compiling, ...]:
+        """The futures of a candidate's kernels; none if it cannot be measured."""
+        key = encode(candidate)
+        if key not in self._found:
+            refusal = self._baseline.refusal(candidate)
+            calls = () if refusal else self._baseline.bound(candidate.program, [candidate]).kernels.values()
+            self._found[key] = tuple(self._compiler.start(call.source) for call in calls)
+        return self._found[key]
+
+    def is_ready(self, candidate: Candidate) -> bool:
+        """Whether a compiler is done with all of them."""
+        return all(future.done() for future in self.of(candidate))
+
+
 class GpuBench:
     """See ``lynnc.autotune.trial.Bench``. ``finish`` is called at the end."""
 
@@ -58,26 +79,22 @@ class GpuBench:
         self, baseline: Baseline, compiler: Compiler, child: ChildProcess, finish: Callable[[], None] = lambda: None
     ) -> None:
         self.baseline, self._compiler, self._child, self._finish = baseline, compiler, child, finish
+        self._builds = Builds(baseline, compiler)
         self._passed: set[str] = set()
         """Candidates, as text, that were found right."""
 
     def prepare(self, candidates: Sequence[Candidate]) -> None:
         """Starts to compile candidates that will be measured soon; returns at once."""
         for candidate in candidates:
-            if not self.baseline.refusal(candidate):
-                self._start(self._bound(candidate).kernels.values())
+            self._builds.of(candidate)
 
     def is_ready(self, candidate: Candidate) -> bool:
         """Whether ``measure`` would wait for no compiler."""
-        if self.baseline.refusal(candidate):
-            return True
-        return all(future.done() for future in self._start(self._bound(candidate).kernels.values()))
+        return self._builds.is_ready(candidate)
 
     def facts(self, candidate: Candidate) -> tuple[Artifact, ...]:
         """Registers, spills and shared memory of the machine code of a candidate that compiles; waits for it."""
-        if self.baseline.refusal(candidate):
-            return ()
-        found = [future.result() for future in self._start(self._bound(candidate).kernels.values())]
+        found = [future.result() for future in self._builds.of(candidate)]
         return tuple(item for item in found if isinstance(item, Artifact))
 
     def measure(self, candidate: Candidate, repeats: int) -> Outcome:

@@ -17,7 +17,7 @@ from pathlib import Path
 from lynnc.artifact import Artifact
 from lynnc.autotune.baseline import Baseline, baseline_of
 from lynnc.autotune.bounds import programs_of
-from lynnc.autotune.gpubench import Compiler
+from lynnc.autotune.gpubench import Builds, Compiler
 from lynnc.autotune.predict import Build, Prediction, paired, predict
 from lynnc.autotune.problems import Key, Task, key_of_names
 from lynnc.autotune.sass import loop_mix
@@ -40,6 +40,7 @@ class SimulatedBench:
     ) -> None:
         self._baseline, self._compiler, self._device, self._context = baseline, compiler, device, context
         self._tasks: Mapping[Key, Task] = {task.key: task for task in tasks}
+        self._builds = Builds(baseline, compiler)
         self._known: dict[str, Outcome] = {}
         tool = find_tools().program("cuobjdump")
         self._cuobjdump = tool.path if tool else Path("cuobjdump")
@@ -47,16 +48,11 @@ class SimulatedBench:
     def prepare(self, candidates: Sequence[Candidate]) -> None:
         """Starts to compile candidates that will be asked for soon."""
         for candidate in candidates:
-            if not self._baseline.refusal(candidate):
-                for call in self._baseline.bound(candidate.program, [candidate]).kernels.values():
-                    self._compiler.start(call.source)
+            self._builds.of(candidate)
 
     def is_ready(self, candidate: Candidate) -> bool:
         """Whether its kernels are compiled, or cannot be."""
-        if self._baseline.refusal(candidate):
-            return True
-        calls = self._baseline.bound(candidate.program, [candidate]).kernels.values()
-        return all(self._compiler.start(call.source).done() for call in calls)
+        return self._builds.is_ready(candidate)
 
     def measure(self, candidate: Candidate, repeats: int) -> Outcome:
         """The predicted time of a launch; the same however often it is asked for."""
@@ -89,8 +85,8 @@ class SimulatedBench:
         binding = task.kernel.bind(task.graph, task.op, candidate.knobs)
         programs = programs_of(task, binding, self._context)
         found = []
-        for call in self._baseline.bound(candidate.program, [candidate]).kernels.values():
-            artifact = self._compiler.start(call.source).result()
+        for future in self._builds.of(candidate):
+            artifact = future.result()
             if not isinstance(artifact, Artifact):
                 raise artifact
             mix = loop_mix(artifact.cubin_path, self._cuobjdump)

@@ -10,6 +10,7 @@ import pytest
 from tuning import tasks
 
 from lynnc.artifact import Artifact
+from lynnc.autotune.gpubench import Builds
 from lynnc.autotune.predict import Build, paired, predict, rank_correlation, resident_blocks
 from lynnc.autotune.problems import Wanted, tasks_of
 from lynnc.autotune.sass import LoopMix, mix_of, parse
@@ -160,5 +161,6 @@ def test_what_does_not_compile_is_an_outcome(tmp_path: Path):
     with closing(open_simulated_bench(model, request, Store(tmp_path), found, 1024)) as bench:
         bench._compiler.close()
         bench._compiler = Failing()
+        bench._builds = Builds(bench._baseline, bench._compiler)
         outcome = bench.measure(candidate_of(found[0], found[0].default(spark)), 1)
     assert outcome == Outcome(Status.NOT_COMPILED, reason="ptxas gave up")
