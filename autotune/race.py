@@ -73,9 +73,8 @@ class Race:
         return self.task.launches * (self.incumbent.outcome.seconds - self.best.outcome.seconds)
 
 
-def run_race(task: Task, study: KnobStudy, bench: Bench, device: Device, in_use: Knobs | None = None) -> Race:
-    """Everyone in turns, ``ROUNDS`` times; who fails once is out. In use is the default if nothing else is said."""
-    in_use = in_use or task.default(device)
+def run_race(task: Task, study: KnobStudy, bench: Bench, device: Device, in_use: Knobs) -> Race:
+    """Everyone in turns, ``ROUNDS`` times; who fails once is out."""
     entered = _entered(task, study, device, in_use)
     bench.prepare([candidate_of(task, knobs) for knobs, _ in entered])
     rounds: list[list[Outcome]] = [[] for _ in entered]

@@ -58,11 +58,16 @@ def _problem(graph: Graph, op: Op) -> Problem:
     return problem
 
 
+def _part_columns(problem: Problem) -> int:
+    """Columns that a program goes through: those of its part, if there are parts."""
+    return int(problem["k"]) // int(problem.get("parts", 1))
+
+
 def _default(problem: Problem, target: Target) -> Knobs:
     """Tiles by the class of rows: few rows are bound by the bytes of weights, many by tensor cores."""
     n = int(str(problem["n"]).removeprefix("router-"))
     block_m, block_n, block_k, warps, stages = _tile(int(problem["rows"]), n, target.has_wgmma or target.has_tcgen05)
-    columns = int(problem["k"]) // int(problem.get("parts", 1))
+    columns = _part_columns(problem)
     power = columns & -columns  # the largest that divides them
     block_k = min(block_k, power if power >= 64 else next_power_of_two(columns))
     if problem["order"] == ColumnOrder.LANES:
@@ -102,7 +107,7 @@ def _sums_fit_registers(problem: Problem, knobs: Knobs, target: Target) -> str |
 
 def _fits_parts(problem: Problem, knobs: Knobs, target: Target) -> str | None:
     """A part of the columns is whole blocks: what stands behind it belongs to the next."""
-    columns = int(problem["k"]) // int(problem.get("parts", 1))
+    columns = _part_columns(problem)
     if "parts" not in problem or columns % knobs["BLOCK_K"] == 0:
         return None
     return f"BLOCK_K={knobs['BLOCK_K']} does not divide the {columns} columns of a part"

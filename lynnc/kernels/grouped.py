@@ -196,9 +196,13 @@ def _fits_lanes(problem: Problem, knobs: Knobs, target: Target) -> str | None:
     return "columns in the order of lanes need SWAP"
 
 
+def _both(knobs: Knobs) -> Knobs:
+    """The tile of a program that multiplies with BLOCK_N rows of gate and as many of up at once."""
+    return {**knobs, "BLOCK_N": 2 * knobs["BLOCK_N"]}
+
+
 def _halves_fit_lanes(problem: Problem, knobs: Knobs, target: Target) -> str | None:
-    """A program multiplies with BLOCK_N rows of gate and as many of up at once."""
-    return _fits_lanes(problem, {**knobs, "BLOCK_N": 2 * knobs["BLOCK_N"]}, target)
+    return _fits_lanes(problem, _both(knobs), target)
 
 
 def _fits_shared_memory(problem: Problem, knobs: Knobs, target: Target) -> str | None:
@@ -212,7 +216,7 @@ def _sums_fit_registers(problem: Problem, knobs: Knobs, target: Target) -> str |
 
 
 def _both_sums_fit_registers(problem: Problem, knobs: Knobs, target: Target) -> str | None:
-    return sums_refusal(int(problem["tile"]), 2 * knobs["BLOCK_N"], knobs, target)
+    return _sums_fit_registers(problem, _both(knobs), target)
 
 
 def _has_two_halves(problem: Problem, knobs: Knobs, target: Target) -> str | None:

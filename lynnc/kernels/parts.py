@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import MappingProxyType
 
-from lynnc.columnorder import ColumnOrder
 from lynnc.ir import Add, Graph, Op, RmsNorm
 from lynnc.kernels.kernel import (
     Binding,
@@ -25,6 +23,7 @@ from lynnc.kernels.kernel import (
     value_arg,
     vector_arg,
 )
+from lynnc.kernels.simple import norm_outs
 from lynnc.promptops import SumParts
 from lynnc.target import Target
 
@@ -41,15 +40,13 @@ def _default(problem: Problem, target: Target) -> Knobs:
 def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
     total, add, norms = need(op, SumParts), need(op, Add), body_of(op, RmsNorm)
     rows, parts, width = graph.tensors[total.x].shape
-    normed = {graph.tensors[norm.out].order: tensor_arg(graph, "normed", norm.out) for norm in norms}
-    none = null_arg("normed", "*bf16")
+    outs, orders = norm_outs(graph, norms, "normed")
     args = (
         tensor_arg(graph, "parts", total.x),
         tensor_arg(graph, "residual", add.a),
         tensor_arg(graph, "out", add.out),
         vector_arg(graph, "weight", norms[0].weight) if norms else null_arg("weight", "*bf16"),
-        normed.get(ColumnOrder.NATURAL, none),
-        replace(normed.get(ColumnOrder.LANES, none), parameter="lanes"),
+        *outs,
         value_arg("residual_stride", placed(graph, add.a).stride),
     )
     constants = {
@@ -57,8 +54,7 @@ def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         "PARTS": int(parts),
         "EPS": norms[0].eps if norms else 0.0,
         "SHIFT": int(norms[0].shifted) if norms else 0,
-        "NATURAL": ColumnOrder.NATURAL in normed,
-        "LANES": ColumnOrder.LANES in normed,
+        **orders,
         "BLOCK_D": next_power_of_two(int(width)),
     }
     return Binding(args, MappingProxyType(constants), (rows, 1, 1))

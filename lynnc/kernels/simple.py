@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -11,6 +10,7 @@ from lynnc.columnorder import ColumnOrder
 from lynnc.ir import Add, Dim, Embed, Graph, LastRow, Op, RmsNorm
 from lynnc.kernels.kernel import (
     FORMAT_CODE,
+    Arg,
     Binding,
     Choice,
     Family,
@@ -87,24 +87,34 @@ def _embed_problem(graph: Graph, op: Embed) -> Problem:
     return {"d": table.columns, "format": table.format}
 
 
+def norm_outs(graph: Graph, norms: Sequence[RmsNorm], parameter: str) -> tuple[tuple[Arg, ...], Mapping[str, bool]]:
+    """Where norms of one input write: in natural order to ``parameter``, in that of lanes to ``lanes``, null pointers
+    where none does; and the constants that say which."""
+    outs = {graph.tensors[norm.out].order: norm.out for norm in norms}
+    names = {ColumnOrder.NATURAL: parameter, ColumnOrder.LANES: "lanes"}
+    args = (
+        tensor_arg(graph, name, outs[order]) if order in outs else null_arg(name, "*bf16")
+        for order, name in names.items()
+    )
+    return tuple(args), {order.name: order in outs for order in names}
+
+
 def _bind_rms_norm(graph: Graph, op: Op, knobs: Knobs) -> Binding:
     norms = body_of(op, RmsNorm)
     norm = norms[0]
     place, width = placed(graph, norm.x), graph.tensors[norm.x].width
-    outs = {graph.tensors[part.out].order: tensor_arg(graph, "out", part.out) for part in norms}
+    outs, orders = norm_outs(graph, norms, "out")
     args = (
         tensor_arg(graph, "x", norm.x),
         weight_args(graph.weights[norm.weight], ("weight", "", ""))[0],
-        outs.get(ColumnOrder.NATURAL, null_arg("out", "*bf16")),
-        replace(outs.get(ColumnOrder.LANES, null_arg("lanes", "*bf16")), parameter="lanes"),
+        *outs,
         value_arg("x_stride", place.stride),
     )
     constants = {
         "D": width,
         "EPS": norm.eps,
         "SHIFT": int(norm.shifted),
-        "NATURAL": ColumnOrder.NATURAL in outs,
-        "LANES": ColumnOrder.LANES in outs,
+        **orders,
         "BLOCK_D": next_power_of_two(width),
     }
     return Binding(args, constants, (rows_of(graph, norms[0].out), 1, 1))
