@@ -1,12 +1,12 @@
 """What a tuner starts from: a compiled plan, its graphs and choices, and launches with other knobs.
 
-In: a model, a request, a kernel store. Out: a ``Baseline``, of which a candidate changes the launches of one kernel and
-problem. No knob changes the size of a tensor or the number of launches (runs of attention are split by a pass, and
-are part of a problem), so whatever else a program has stays as it is.
+In: a model, a request, what compiles kernels. Out: a ``Baseline``, of which a candidate changes the launches of one
+kernel and problem. No knob changes the size of a tensor or the number of launches (runs of attention are split by a
+pass, and are part of a problem), so whatever else a program has stays as it is.
 
 Example::
 
-    baseline = compile_baseline(spec, request, store)
+    compiled, baseline = compile_baseline(spec, request, compiler.compile_all)
     baseline.bound("decode/8", [candidate]).launches
 """
 
@@ -18,12 +18,11 @@ from types import MappingProxyType
 
 from lynnc.autotune.trial import Candidate
 from lynnc.choose import KernelChoice, choose_all
-from lynnc.compiler import Compiled, Request, compile_model, settle
+from lynnc.compiler import CompileAll, Compiled, Request, compile_model_by, settle
 from lynnc.ir import Graph, Op
 from lynnc.lower import BoundOps, bind_ops
 from lynnc.model import ModelSpec
 from lynnc.programs import program_rows
-from lynnc.store import Store
 from lynnc.target import Target
 
 
@@ -64,11 +63,9 @@ class Baseline:
         return found
 
 
-def compile_baseline(
-    spec: ModelSpec, request: Request, store: Store, jobs: int | None = None
-) -> tuple[Compiled, Baseline]:
+def compile_baseline(spec: ModelSpec, request: Request, compile_all: CompileAll) -> tuple[Compiled, Baseline]:
     """The plan that ``lynnc compile`` makes of a request, and what it was made of."""
-    compiled = compile_model(spec, request, store, jobs)
+    compiled = compile_model_by(spec, request, compile_all)
     return compiled, baseline_of(spec, request, compiled.graphs)
 
 

@@ -1,17 +1,16 @@
 """The process that has the GPU while candidates are measured: it may crash or hang, and its parent goes on.
 
-In: a plan folder, the number of a GPU and conditions on the command line, tasks on a connection. Out: what becomes of
-them, on the same connection. Weights are random, the same in every process. Ends when the connection or the parent
+In: the number of a GPU on the command line; a plan folder and conditions, then tasks on a connection. Out: what becomes
+of them, on the same connection. Weights are random, the same in every process. Ends when the connection or the parent
 does, or when its GPU is lost.
 
 Example::
 
-    python -m lynnc.autotune.benchchild 5 model.plan 0 '{"behind": 1021, ...}'
+    python -m lynnc.autotune.benchchild 5 0
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -21,11 +20,10 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from lynnc.autotune.benchmessages import DONE, FAILED, PHASE, READY, Said, said_text, task_of
+from lynnc.autotune.benchmessages import DONE, FAILED, PHASE, READY, Said, opening_of, said_text, task_of
 from lynnc.autotune.conditions import Conditions
 from lynnc.autotune.measurer import Measurer
 from lynnc.errors import LynncError
-from lynnc.jsonform import decode
 from lynnc.planfile import load_plan
 from lynnc.runtime.executor import Executor
 from lynnc.runtime.loader import load
@@ -38,21 +36,26 @@ SEED = 0
 
 def main() -> None:
     """Loads the plan, then answers tasks."""
-    folder, gpu, conditions = sys.argv[2], int(sys.argv[3]), decode(Conditions, json.loads(sys.argv[4]))
+    connection, gpu = Connection(int(sys.argv[1])), int(sys.argv[2])
+    threading.Thread(target=watch, args=(os.getppid(),), daemon=True).start()
+    where = f"cuda:{gpu}" if torch.cuda.is_available() else "cpu"
+    try:
+        opening = opening_of(connection.recv_bytes().decode())
+    except EOFError:
+        return
 
     def open_executor() -> Executor:
-        plan = load_plan(folder)
-        return load(folder, GeneratedWeights(SEED), conditions.room(plan, tuple(plan.programs)), gpu=gpu)
+        plan = load_plan(opening.folder)
+        room = opening.conditions.room(plan, tuple(plan.programs))
+        return load(opening.folder, GeneratedWeights(SEED), room, gpu=gpu)
 
-    where = f"cuda:{gpu}" if torch.cuda.is_available() else "cpu"
-    serve(Connection(int(sys.argv[1])), open_executor, conditions, where)
+    serve(connection, open_executor, opening.conditions, where)
 
 
 def serve(
     connection: Connection, open_executor: Callable[[], Executor], conditions: Conditions, torch_device: str
 ) -> None:
     """Answers tasks on an executor until the connection ends, or nothing more can be measured."""
-    threading.Thread(target=watch, args=(os.getppid(),), daemon=True).start()
 
     def say(said: Said) -> None:
         connection.send_bytes(said_text(said).encode())

@@ -1,7 +1,7 @@
 """What a bench and its child process say to each other, as JSON.
 
 In: records. Out: lines that the other side makes the same records of. A task names launches and kernels whole, so that
-a child which was just started needs nothing of what an earlier one was told.
+a child which was just started needs nothing of what an earlier one was told but its opening.
 
 Example::
 
@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lynnc.autotune.conditions import Conditions
 from lynnc.autotune.trial import Outcome, Status
 from lynnc.jsonform import decode, encode, shallow
 from lynnc.plan import KernelEntry, Launch
@@ -23,6 +24,14 @@ READY, FAILED, PHASE, DONE = "ready", "failed", "phase", "done"
 """Kinds of what a child says: it takes tasks, it could not start, it begins with a part of a task, it has done one."""
 SETUP, CANDIDATE = "setup", "candidate"
 """Parts of a task: what the plan's own kernels compute, and what those of the task do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The first message to a child: the folder of the plan that it loads, and under what it measures."""
+
+    folder: str
+    conditions: Conditions
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +87,12 @@ class Said:
     text: str = ""
     outcomes: tuple[Outcome, ...] = ()
     is_lost: bool = False
+
+
+def opening_of(text: str) -> Opening:
+    """The opening of a text, which ``encode`` made."""
+    found: Opening = decode(Opening, json.loads(text))
+    return found
 
 
 def task_text(task: Task) -> str:

@@ -1,11 +1,13 @@
 """A process that answers tasks, with patience: whatever it does, the caller gets a message or an error in time.
 
-In: a command that takes the number of a connection. Out: what the process said last to a task. It is started when it is
-first needed, killed when it takes too long, and started again for the next task.
+In: a command that takes the number of a connection, and what it is told first. Out: what the process said last to a
+task. It is started when it is first needed, killed when it takes too long, and started again for the next task.
 
 Example::
 
     child = ChildProcess(lambda number: [sys.executable, "child.py", str(number)], Patience())
+    child.begin()
+    ...
     said = child.ask(task_text(task))
 """
 
@@ -54,21 +56,29 @@ class Patience:
 class ChildProcess:
     """See the module's docstring."""
 
-    def __init__(self, command: Callable[[int], Sequence[str]], patience: Patience) -> None:
-        self._command, self.patience = command, patience
+    def __init__(
+        self, command: Callable[[int], Sequence[str]], patience: Patience, greeting: Callable[[], str] | None = None
+    ) -> None:
+        self._command, self.patience, self._greeting = command, patience, greeting
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_ready = False
         self._connection: Connection | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="lynnc-child-")
         self._log = Path(self._folder.name) / "log"
         self.starts = 0
 
+    def begin(self) -> None:
+        """Starts the process, if none runs, without waiting: what it imports takes as long as what it will be told."""
+        if self._process is None:
+            self._spawn()
+
     def start(self) -> None:
-        """Starts the process, if none runs, and waits until it takes tasks; ChildError if it does not come to that.
+        """Starts the process, if none runs, greets it and waits until it takes tasks; ChildError if it never does.
 
         One that follows another is tried a few times: a GPU's memory is free a while after its owner has ended.
         """
         attempts = ATTEMPTS if self.starts else 1
-        while self._process is None:
+        while not self._is_ready:
             attempts -= 1
             try:
                 self._start()
@@ -78,6 +88,19 @@ class ChildProcess:
                 time.sleep(PAUSE_SECONDS)
 
     def _start(self) -> None:
+        self.begin()
+        assert self._connection is not None
+        with self._killed_unless_done():
+            if self._greeting:
+                self._send(self._greeting())
+            said = self._wait(self.patience.start, "starting the measuring process")
+            if said.kind == FAILED:
+                raise ChildDiedError(said.text)
+            assert said.kind == READY
+        self._is_ready = True
+        self.starts += 1
+
+    def _spawn(self) -> None:
         ours, theirs = Pipe()
         try:
             with self._log.open("wb") as log:
@@ -95,22 +118,12 @@ class ChildProcess:
         finally:
             theirs.close()
         self._connection = ours
-        with self._killed_unless_done():
-            said = self._wait(self.patience.start, "starting the measuring process")
-            if said.kind == FAILED:
-                raise ChildDiedError(said.text)
-            assert said.kind == READY
-        self.starts += 1
 
     def ask(self, task: str) -> Said:
         """The process's answer to a task; ChildError if there is none, and then it is started anew for the next."""
         self.start()
-        assert self._connection is not None
         with self._killed_unless_done():
-            try:
-                self._connection.send_bytes(task.encode())
-            except OSError as error:
-                raise ChildDiedError(self._obituary()) from error
+            self._send(task)
             said = self._wait(self.patience.setup, "the task's setup")
             while said.kind == PHASE:
                 is_candidate = said.text == CANDIDATE
@@ -131,6 +144,7 @@ class ChildProcess:
         if self._connection is not None:
             self._connection.close()
         self._process = self._connection = None
+        self._is_ready = False
 
     @contextlib.contextmanager
     def _killed_unless_done(self) -> Iterator[None]:
@@ -142,6 +156,13 @@ class ChildProcess:
         finally:
             if not is_done:
                 self.kill()
+
+    def _send(self, text: str) -> None:
+        assert self._connection is not None
+        try:
+            self._connection.send_bytes(text.encode())
+        except OSError as error:
+            raise ChildDiedError(self._obituary()) from error
 
     def _wait(self, seconds: float, what: str) -> Said:
         assert self._connection is not None

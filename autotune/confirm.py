@@ -1,7 +1,8 @@
 """Winners of kernels have to win whole steps: who slows the step loses, and the next or the default takes its place.
 
 In: the races of all tasks, a bench. Out: a ``Confirmation``, the knobs that each task ends with and why, and the step
-of every program with all defaults, with what was in use, and with all choices, measured in turns.
+of every program with all defaults, with what was in use, and with all choices, measured in turns. Tasks without a race
+count in these, too: a default step is one of defaults alone.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from lynnc.autotune.problems import Key, Task
 from lynnc.autotune.race import Contender, Race
 from lynnc.autotune.sweep import StepFinding
 from lynnc.autotune.trial import Bench, Candidate, Outcome
+from lynnc.kernels.kernel import Knobs
 
 STEP_REPEATS = 15
 LAST_REPEATS = 40
+"""Of the steps of the table; fewer where the time is over."""
 MOST_CHALLENGERS = 3
 
 
@@ -34,7 +37,21 @@ class Confirmation:
         self.verdicts[race.task.key] = verdict
 
 
-def confirm(races: Sequence[Race], bench: Bench, has_time: Callable[[], bool] = lambda: True) -> Confirmation:
+@dataclass(frozen=True, slots=True)
+class Untried:
+    """A task that had no race: it keeps the knobs in use."""
+
+    task: Task
+    default: Knobs
+    in_use: Knobs
+
+
+def confirm(
+    races: Sequence[Race],
+    bench: Bench,
+    has_time: Callable[[], bool] = lambda: True,
+    untried: Sequence[Untried] = (),
+) -> Confirmation:
     """Adds the winners one by one, the greatest gain first, each beside those that are in; then all of them at once."""
     found = Confirmation()
     for race in races:
@@ -46,7 +63,7 @@ def confirm(races: Sequence[Race], bench: Bench, has_time: Callable[[], bool] = 
             found.verdicts[race.task.key] = (
                 f"there was no time to confirm {_name_of(race, race.best)} in whole steps: {_stays(race)}"
             )
-    found.steps = _confirm_all(races, bench, found)
+    found.steps = _confirm_all(races, bench, found, untried, LAST_REPEATS if has_time() else STEP_REPEATS)
     return found
 
 
@@ -83,7 +100,9 @@ def _confirm_one(race: Race, races: Sequence[Race], bench: Bench, found: Confirm
     found.choose(race, challengers[first], verdict)
 
 
-def _confirm_all(races: Sequence[Race], bench: Bench, found: Confirmation) -> tuple[StepFinding, ...]:
+def _confirm_all(
+    races: Sequence[Race], bench: Bench, found: Confirmation, untried: Sequence[Untried], repeats: int
+) -> tuple[StepFinding, ...]:
     """Every program with all of its choices; where that is slower, choices made in other programs go first."""
     programs = tuple(dict.fromkeys(name for race in races for name in race.task.programs))
     defaults = {race.task.key: race.default for race in races}
@@ -91,9 +110,11 @@ def _confirm_all(races: Sequence[Race], bench: Bench, found: Confirmation) -> tu
     steps: dict[str, StepFinding] = {}
     while len(steps) < len(programs):
         program = next(name for name in programs if name not in steps)
-        default, before, tuned = _measure(
-            bench, program, [_choices(program, races, who) for who in (defaults, in_use, found.chosen)]
-        )
+        rest = [one for one in untried if program in one.task.programs and dict(one.default) != dict(one.in_use)]
+        kept = [_candidate(program, one.task, one.in_use) for one in rest]
+        sets = [_choices(program, races, defaults) + [_candidate(program, one.task, one.default) for one in rest]]
+        sets += [_choices(program, races, who) + kept for who in (in_use, found.chosen)]
+        default, before, tuned = _measure(bench, program, sets, repeats)
         steps[program] = StepFinding(program, default, before, tuned)
         if not tuned.is_timed or is_faster(before, tuned, STEP_FLOOR):
             for task in _drop(program, races, found):
@@ -102,10 +123,10 @@ def _confirm_all(races: Sequence[Race], bench: Bench, found: Confirmation) -> tu
     return tuple(steps[name] for name in programs)
 
 
-def _measure(bench: Bench, program: str, sets: Sequence[list[Candidate]]) -> list[Outcome]:
+def _measure(bench: Bench, program: str, sets: Sequence[list[Candidate]], repeats: int) -> list[Outcome]:
     """The step with each set of choices; equal sets are measured once."""
     different = [one for index, one in enumerate(sets) if one not in sets[:index]]
-    outcomes = bench.measure_steps(program, different, LAST_REPEATS)
+    outcomes = bench.measure_steps(program, different, repeats)
     return [outcomes[different.index(one)] for one in sets]
 
 
@@ -126,7 +147,9 @@ def _is_changed(race: Race, found: Confirmation) -> bool:
 def _choices(program: str, races: Sequence[Race], chosen: Mapping[Key, Contender]) -> list[Candidate]:
     """The candidates of every task that a program uses, as parts of that program."""
     return [
-        Candidate(program, race.task.kernel.name, race.task.problem, dict(chosen[race.task.key].knobs))
-        for race in races
-        if program in race.task.programs
+        _candidate(program, race.task, chosen[race.task.key].knobs) for race in races if program in race.task.programs
     ]
+
+
+def _candidate(program: str, task: Task, knobs: Knobs) -> Candidate:
+    return Candidate(program, task.kernel.name, task.problem, dict(knobs))

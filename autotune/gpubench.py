@@ -16,13 +16,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from lynnc.artifact import Artifact
 from lynnc.autotune.baseline import Baseline, compile_baseline
-from lynnc.autotune.benchmessages import CompiledKernel, KernelTask, StepTask, Task, Variant, task_text
+from lynnc.autotune.benchmessages import CompiledKernel, KernelTask, Opening, StepTask, Task, Variant, task_text
 from lynnc.autotune.childprocess import ChildError, ChildHungError, ChildProcess, Patience
 from lynnc.autotune.conditions import Conditions
 from lynnc.autotune.trial import Candidate, Outcome, Status
@@ -51,25 +52,49 @@ class Compiler(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Build:
+    """A candidate's launches in its program and, if there are any, in the partner of that; futures of their kernels.
+
+    ``refusal`` says why it cannot be measured, and then there is nothing else.
+    """
+
+    refusal: str
+    variants: tuple[Variant, ...] = ()
+    kernels: Mapping[str, KernelCall] = field(default_factory=dict)
+    futures: tuple[Compiling, ...] = ()
+
+
 class Builds:
     """The kernels of candidates, bound and asked for once each: a search asks again and again whether one is ready."""
 
     def __init__(self, baseline: Baseline, compiler: Compiler) -> None:
         self._baseline, self._compiler = baseline, compiler
-        self._found: dict[str, tuple[Compiling, ...]] = {}
+        self._found: dict[str, Build] = {}
 
-    def of(self, candidate: Candidate) -> tuple[Compiling, ...]:
-        """The futures of a candidate's kernels; none if it cannot be measured."""
+    def of(self, candidate: Candidate) -> Build:
+        """What a candidate launches; its kernels are being compiled."""
         key = encode(candidate)
         if key not in self._found:
             refusal = self._baseline.refusal(candidate)
-            calls = () if refusal else self._baseline.bound(candidate.program, [candidate]).kernels.values()
-            self._found[key] = tuple(self._compiler.start(call.source) for call in calls)
+            self._found[key] = Build(refusal) if refusal else self._bound(candidate)
         return self._found[key]
 
     def is_ready(self, candidate: Candidate) -> bool:
         """Whether a compiler is done with all of them."""
-        return all(future.done() for future in self.of(candidate))
+        return all(future.done() for future in self.of(candidate).futures)
+
+    def _bound(self, candidate: Candidate) -> Build:
+        partner = self._baseline.partner(candidate.program)
+        names = (candidate.program, partner) if partner else (candidate.program,)
+        sides = [(name, self._baseline.bound(name, [candidate])) for name in names]
+        kernels = {key: call for _, bound in sides for key, call in bound.kernels.items()}
+        return Build(
+            "",
+            tuple(Variant(name, bound.launches) for name, bound in sides if bound.launches),
+            kernels,
+            tuple(self._compiler.start(call.source) for call in kernels.values()),
+        )
 
 
 class GpuBench:
@@ -94,23 +119,20 @@ class GpuBench:
 
     def facts(self, candidate: Candidate) -> tuple[Artifact, ...]:
         """Registers, spills and shared memory of the machine code of a candidate that compiles; waits for it."""
-        found = [future.result() for future in self._builds.of(candidate)]
+        found = [future.result() for future in self._builds.of(candidate).futures]
         return tuple(item for item in found if isinstance(item, Artifact))
 
     def measure(self, candidate: Candidate, repeats: int) -> Outcome:
         """Checks a candidate, if that was not done yet, and times it: seconds of one launch in a chain of them."""
-        refusal = self.baseline.refusal(candidate)
-        if refusal:
-            return Outcome(Status.REFUSED, reason=refusal)
-        bound, partner = self._bound(candidate), self.baseline.partner(candidate.program)
-        others = self.baseline.bound(partner, [candidate]) if partner else None
-        kernels, why = self._compiled({**bound.kernels, **(others.kernels if others else {})})
+        build = self._builds.of(candidate)
+        if build.refusal:
+            return Outcome(Status.REFUSED, reason=build.refusal)
+        kernels, why = _compiled(build.kernels, build.futures)
         if why:
             return Outcome(Status.NOT_COMPILED, reason=why)
-        variant = Variant(candidate.program, bound.launches)
-        partners = (Variant(partner, others.launches),) if others and others.launches else ()
+        variant, *partners = build.variants
         is_checked = encode(candidate) in self._passed
-        (outcome,) = self._ask(KernelTask(variant, partners, kernels, repeats, is_checked), 1)
+        (outcome,) = self._ask(KernelTask(variant, tuple(partners), kernels, repeats, is_checked), 1)
         if outcome.is_timed:
             self._passed.add(encode(candidate))
         return outcome
@@ -143,27 +165,9 @@ class GpuBench:
         self._compiler.close()
         self._finish()
 
-    def _bound(self, candidate: Candidate) -> BoundOps:
-        return self.baseline.bound(candidate.program, [candidate])
-
-    def _start(self, kernels: Iterable[KernelCall]) -> list[Compiling]:
-        return [self._compiler.start(call.source) for call in kernels]
-
-    def _compiled(self, kernels: Mapping[str, KernelCall]) -> tuple[tuple[CompiledKernel, ...], str]:
-        """Machine code of some kernels, or why there is none."""
-        found = []
-        for call, future in zip(kernels.values(), self._start(kernels.values()), strict=True):
-            artifact = future.result()
-            if isinstance(artifact, LynncError):
-                return (), str(artifact)
-            if artifact.global_scratch_bytes or artifact.profile_scratch_bytes:
-                return (), f"{call.entry.label} wants scratch memory in the GPU, which no launch gets"
-            entry = replace(call.entry, artifact=public_facts(artifact))
-            found.append(CompiledKernel(entry, str(artifact.cubin_path)))
-        return tuple(found), ""
-
     def _step_task(self, program: str, bound: Sequence[BoundOps], repeats: int) -> StepTask | Outcome:
-        kernels, why = self._compiled({key: call for one in bound for key, call in one.kernels.items()})
+        calls = {key: call for one in bound for key, call in one.kernels.items()}
+        kernels, why = _compiled(calls, [self._compiler.start(call.source) for call in calls.values()])
         if why:
             return Outcome(Status.NOT_COMPILED, reason=why)
         return StepTask(program, tuple(Variant(program, one.launches) for one in bound), kernels, repeats)
@@ -177,6 +181,22 @@ class GpuBench:
             return [Outcome(Status.CRASHED, reason=str(error))] * count
 
 
+def _compiled(
+    kernels: Mapping[str, KernelCall], futures: Iterable[Compiling]
+) -> tuple[tuple[CompiledKernel, ...], str]:
+    """Machine code of some kernels, or why there is none."""
+    found = []
+    for call, future in zip(kernels.values(), futures, strict=True):
+        artifact = future.result()
+        if isinstance(artifact, LynncError):
+            return (), str(artifact)
+        if artifact.global_scratch_bytes or artifact.profile_scratch_bytes:
+            return (), f"{call.entry.label} wants scratch memory in the GPU, which no launch gets"
+        entry = replace(call.entry, artifact=public_facts(artifact))
+        found.append(CompiledKernel(entry, str(artifact.cubin_path)))
+    return tuple(found), ""
+
+
 def open_gpu_bench(
     spec: ModelSpec,
     request: Request,
@@ -188,23 +208,28 @@ def open_gpu_bench(
     """Compiles the plan of a request and loads it on a GPU with random weights.
 
     CompileError and the like if there is no such plan; DeviceError if the GPU does not run it. The plan is kept in a
-    temporary folder until the bench is closed.
+    temporary folder until the bench is closed. All processes start at once: what they import takes as long as the
+    graphs of the plan.
     """
-    compiled, baseline = compile_baseline(spec, request, store)
-    fitted = (conditions or Conditions()).fitted(compiled.plan)
-    scratch = tempfile.TemporaryDirectory(prefix="lynnc-tune-")
-    folder = Path(scratch.name) / "baseline.plan"
-    save_plan(compiled.plan, compiled.files, folder)
-
-    def command(connection: int) -> list[str]:
-        module = [sys.executable, "-P", "-m", "lynnc.autotune.benchchild"]
-        return [*module, str(connection), str(folder), str(gpu), encode(fitted)]
-
-    child = ChildProcess(command, patience or Patience())
-    bench = GpuBench(baseline, CompileAhead(store), child, scratch.cleanup)
-    try:
-        child.start()
-    except ChildError as error:
-        bench.close()
-        raise DeviceError(str(error)) from error
-    return bench
+    with ExitStack() as undo:
+        scratch = tempfile.TemporaryDirectory(prefix="lynnc-tune-")
+        undo.callback(scratch.cleanup)
+        folder, openings = Path(scratch.name) / "baseline.plan", list[Opening]()
+        child = ChildProcess(
+            lambda connection: [sys.executable, "-P", "-m", "lynnc.autotune.benchchild", str(connection), str(gpu)],
+            patience or Patience(),
+            lambda: encode(openings[0]),
+        )
+        undo.callback(child.kill)
+        compiler = undo.enter_context(closing(CompileAhead(store)))
+        try:
+            child.begin()
+            compiler.warm_up()
+            compiled, baseline = compile_baseline(spec, request, compiler.compile_all)
+            save_plan(compiled.plan, compiled.files, folder)
+            openings.append(Opening(str(folder), (conditions or Conditions()).fitted(compiled.plan)))
+            child.start()
+        except ChildError as error:
+            raise DeviceError(str(error)) from error
+        undo.pop_all()
+        return GpuBench(baseline, compiler, child, scratch.cleanup)

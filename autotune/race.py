@@ -2,24 +2,28 @@
 
 In: a task with its study, a bench, and the knobs that the compiler would take now. Out: a ``Race``, the contenders with
 their times, those first who win a tie. The best of many noisy times is too good to be true, so everyone runs again,
-several times, one after the other.
+several times, one after the other; where nobody is faster even by the times of the search, those stand.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lynnc.autotune.noise import is_faster, joined, winner
 from lynnc.autotune.problems import Task
 from lynnc.autotune.search import candidate_of
 from lynnc.autotune.studies import KnobStudy
-from lynnc.autotune.trial import Bench, Outcome
+from lynnc.autotune.sweep import Tried
+from lynnc.autotune.trial import Bench, Outcome, Status
 from lynnc.kernels.kernel import Knobs
 from lynnc.target import Device
 
 ROUNDS, REPEATS = 3, 15
 FINALISTS = 3
 """Candidates beside the default and the record."""
+UNTIMED = Outcome(Status.REFUSED, reason="the search did not time it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,33 @@ class Race:
         return self.task.launches * (self.incumbent.outcome.seconds - self.best.outcome.seconds)
 
 
+def promise(task: Task, study: KnobStudy, in_use: Knobs) -> float:
+    """Seconds of a step that a race may save, by the times of the search: 0 if it has nothing to decide, infinite where
+    what is in use was not timed."""
+    timed = _timed(study)
+    holder = _outcome_of(in_use, timed)
+    best = min((tried.outcome for tried in timed), key=lambda outcome: outcome.seconds, default=None)
+    if holder is None or best is None:
+        return math.inf
+    return task.launches * (holder.seconds - best.seconds) if is_faster(best, holder) else 0.0
+
+
+def unraced(task: Task, study: KnobStudy, device: Device, in_use: Knobs) -> Race:
+    """The default and the record in use with their times of the search."""
+    timed = _timed(study)
+    entered = _unchallenged(task.default(device), in_use)
+    contenders = [Contender(knobs, origin, _outcome_of(knobs, timed) or UNTIMED) for knobs, origin in entered]
+    return Race(task, tuple(contenders), in_use)
+
+
+def _timed(study: KnobStudy) -> list[Tried]:
+    return [tried for tried in study.tried() if tried.is_whole and tried.outcome.is_timed]
+
+
+def _outcome_of(knobs: Knobs, timed: Sequence[Tried]) -> Outcome | None:
+    return next((tried.outcome for tried in timed if dict(tried.knobs) == dict(knobs)), None)
+
+
 def run_race(task: Task, study: KnobStudy, bench: Bench, device: Device, in_use: Knobs) -> Race:
     """Everyone in turns, ``ROUNDS`` times; who fails once is out."""
     entered = _entered(task, study, device, in_use)
@@ -89,14 +120,16 @@ def run_race(task: Task, study: KnobStudy, bench: Bench, device: Device, in_use:
 
 
 def _entered(task: Task, study: KnobStudy, device: Device, in_use: Knobs) -> list[tuple[Knobs, str]]:
-    default = task.default(device)
-    entered: list[tuple[Knobs, str]] = [(default, "default")]
-    if dict(in_use) != dict(default):
-        entered.append((in_use, "record"))
-    whole = [tried for tried in study.tried() if tried.is_whole and tried.outcome.is_timed]
+    entered = _unchallenged(task.default(device), in_use)
+    whole = _timed(study)
     records = [tried for tried in whole if tried.origin == "record"]
     others = sorted(whole, key=lambda tried: tried.outcome.seconds)[: FINALISTS + 2]
     for tried in [*records, *others]:
         if len(entered) <= FINALISTS + len(records) and all(dict(tried.knobs) != dict(knobs) for knobs, _ in entered):
             entered.append((tried.knobs, tried.origin))
     return entered
+
+
+def _unchallenged(default: Knobs, in_use: Knobs) -> list[tuple[Knobs, str]]:
+    """The default, and the record in use if there is one."""
+    return [(default, "default"), *([(in_use, "record")] if dict(in_use) != dict(default) else [])]

@@ -85,7 +85,7 @@ class SimulatedBench:
         binding = task.kernel.bind(task.graph, task.op, candidate.knobs)
         programs = programs_of(task, binding, self._context)
         found = []
-        for future in self._builds.of(candidate):
+        for future in self._builds.of(candidate).futures:
             artifact = future.result()
             if not isinstance(artifact, Artifact):
                 raise artifact

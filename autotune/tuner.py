@@ -22,11 +22,11 @@ from itertools import islice
 from lynnc.artifact import digest
 from lynnc.autotune.bounds import least_bound
 from lynnc.autotune.budget import Budget
-from lynnc.autotune.confirm import Confirmation, confirm
+from lynnc.autotune.confirm import Confirmation, Untried, confirm
 from lynnc.autotune.legalspace import legal_space
-from lynnc.autotune.problems import Task
-from lynnc.autotune.race import Race, run_race
-from lynnc.autotune.search import Say, Search, Setting
+from lynnc.autotune.problems import Key, Task
+from lynnc.autotune.race import Race, promise, run_race, unraced
+from lynnc.autotune.search import Say, Search, Setting, candidate_of
 from lynnc.autotune.studies import KnobStudy, Run
 from lynnc.autotune.sweep import Finding, Sweep
 from lynnc.autotune.trial import Bench, Outcome, Status
@@ -37,8 +37,11 @@ from lynnc.render import template_digest
 from lynnc.tools import find_tools
 
 NOT_REACHED = Outcome(Status.REFUSED, reason="the budget did not reach it")
+NOT_RACED = "there was no time for the last race, so what was in use stays"
 MOST_RECORDS = 3
 """Records of a problem, or of near ones, that are in the race; outdated ones too."""
+TASKS_AHEAD = 3
+"""Tasks whose first candidates compile while one is searched: with little time each has little more than these."""
 RACING = 0.5
 """Part of the time after the search for races; the rest is for whole steps."""
 
@@ -73,7 +76,7 @@ class Tuner:
     def search(self, budget: Budget, records: Records, say: Say | None = None) -> None:
         """Each task for its share of what is left, so that what one does not need goes to those behind it.
 
-        The first candidates of the next task compile while one is searched.
+        The first candidates of the next tasks compile while one is searched.
         """
         left = sum(task.share for task in self.tasks)
         begun: deque[Search] = deque()
@@ -83,7 +86,7 @@ class Tuner:
                 left -= task.share
                 if not allowance.is_left():
                     return
-                for following in self.tasks[index + len(begun) : index + 2]:
+                for following in self.tasks[index + len(begun) : index + 1 + TASKS_AHEAD]:
                     begun.append(self._begin(following, records))
                 begun.popleft().run(allowance, budget, say)
         finally:
@@ -98,15 +101,14 @@ class Tuner:
 
     def conclude(self, budget: Budget, about: About, records: Records) -> Sweep:
         """Races what was tried, confirms the winners against what ``records`` make the compiler use, and sums up."""
-        races: list[Race] = []
         in_use = {task.key: self._in_use(task, records) for task in self.tasks}
-        end = 0.0 if math.isinf(budget.seconds_left) else (1 - RACING) * budget.seconds_left
-        for task in self.tasks:
-            study = self.study(task)
-            study.replace_lost()
-            if any(tried.outcome.is_timed for tried in study.tried()) and (budget.seconds_left > end or not races):
-                races.append(run_race(task, study, self._bench, self._setting.device, in_use[task.key]))
-        confirmation = confirm(races, self._bench, lambda: budget.seconds_left > 0)
+        races = self._races(budget, in_use)
+        raced, device = {race.task.key for race in races}, self._setting.device
+        untried = [
+            Untried(task, task.default(device), in_use[task.key]) for task in self.tasks if task.key not in raced
+        ]
+        self._bench.prepare([candidate_of(one.task, one.default) for one in untried if one.default != one.in_use])
+        confirmation = confirm(races, self._bench, lambda: budget.seconds_left > 0, untried)
         by_key = {race.task.key: race for race in races}
         findings = [self._finding(task, by_key.get(task.key), confirmation, in_use[task.key]) for task in self.tasks]
         return Sweep(
@@ -119,6 +121,25 @@ class Tuner:
             findings=tuple(found if not about.is_simulated else _predicted(found) for found in findings),
             steps=confirmation.steps,
         )
+
+    def _races(self, budget: Budget, in_use: Mapping[Key, Knobs]) -> list[Race]:
+        """Of the tasks of which something was timed, those that promise most first: time may be short."""
+        promises: dict[Key, float] = {}
+        for task in self.tasks:
+            study = self.study(task)
+            study.replace_lost()
+            if any(tried.outcome.is_timed for tried in study.tried()):
+                promises[task.key] = promise(task, study, in_use[task.key])
+        end = 0.0 if math.isinf(budget.seconds_left) else (1 - RACING) * budget.seconds_left
+        races: dict[Key, Race] = {}
+        known = [task for task in self.tasks if task.key in promises]
+        for task in sorted(known, key=lambda task: -promises[task.key]):
+            study, holder = self.study(task), in_use[task.key]
+            if not promises[task.key]:
+                races[task.key] = unraced(task, study, self._setting.device, holder)
+            elif budget.seconds_left > end or not races:
+                races[task.key] = run_race(task, study, self._bench, self._setting.device, holder)
+        return [races[task.key] for task in known if task.key in races]
 
     def _in_use(self, task: Task, records: Records) -> Knobs:
         match = best_record(records, task.kernel, task.problem, self._setting.device.target)
@@ -140,10 +161,14 @@ class Tuner:
             knobs=chosen.knobs if chosen else in_use,
             default=race.default.outcome if race else NOT_REACHED,
             best=chosen.outcome if chosen else NOT_REACHED,
-            verdict=confirmation.verdicts[task.key] if race else NOT_REACHED.reason,
+            verdict=confirmation.verdicts[task.key] if race else _why_not_raced(study),
             tried=study.tried(),
             importances=study.importances(),
         )
+
+
+def _why_not_raced(study: KnobStudy) -> str:
+    return NOT_RACED if any(tried.outcome.is_timed for tried in study.tried()) else NOT_REACHED.reason
 
 
 def _predicted(found: Finding) -> Finding:

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from lynnc.artifact import Artifact
 from lynnc.compile import KernelSource, Outcome, finish, look_up, request_of
 from lynnc.compile_pool import CompilerPool
 from lynnc.errors import LynncError
@@ -36,8 +38,24 @@ class CompileAhead:
         self._store, self._seconds = store, seconds
         self._scratch = tempfile.TemporaryDirectory(prefix="lynnc-compile-")
         self._pool = CompilerPool(Path(self._scratch.name))
-        self._threads = ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0)), "compile")
+        self._jobs = jobs or len(os.sched_getaffinity(0))
+        self._threads = ThreadPoolExecutor(self._jobs, "compile")
         self._futures: dict[str, Future[Outcome | LynncError]] = {}
+
+    def warm_up(self) -> None:
+        """Starts every process, so that the first kernels wait for none."""
+        self._pool.start(self._jobs)
+
+    def compile_all(self, sources: Sequence[KernelSource]) -> dict[str, Artifact]:
+        """Artifacts by key, as ``compile_kernels`` gives them; the error of a kernel that fails."""
+        futures = {source.key: self.start(source) for source in sorted(sources, key=lambda source: -len(source.text))}
+        found: dict[str, Artifact] = {}
+        for key, future in futures.items():
+            outcome = future.result()
+            if isinstance(outcome, LynncError):
+                raise outcome
+            found[key] = outcome
+        return found
 
     def start(self, source: KernelSource) -> Future[Outcome | LynncError]:
         """The kernel's future: an artifact, or the error that there was; it raises nothing but on a closed compiler."""

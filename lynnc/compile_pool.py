@@ -92,6 +92,12 @@ class CompilerPool:
         self._started: list[_Worker] = []
         self._is_ended = False
 
+    def start(self, count: int) -> None:
+        """Starts processes before anybody asks: each takes seconds to import Triton."""
+        fresh = [self._take() for _ in range(count)]
+        with self._lock:
+            self._idle += fresh
+
     def ask(self, request: Mapping[str, object], seconds: float) -> Reply:
         """The reply to one request; an error reply if it took longer than ``seconds``."""
         worker = self._take()

@@ -10,7 +10,7 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from lynnc.artifact import Artifact, digest
 from lynnc.buffers import dim_text
 from lynnc.build import build_graph
 from lynnc.choose import choose_all
-from lynnc.compile import Progress, compile_kernels
+from lynnc.compile import KernelSource, Progress, compile_kernels
 from lynnc.deviceidentity import identity_of
 from lynnc.fields import Place
 from lynnc.ir import Graph, T
@@ -41,6 +41,9 @@ from lynnc.target import Device, Target
 from lynnc.tools import find_tools
 from lynnc.verify import verify
 from lynnc.version import VERSION
+
+CompileAll = Callable[[Sequence[KernelSource]], Mapping[str, Artifact]]
+"""Machine code by key for all of some kernels, or an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +126,17 @@ def compile_model(
     spec: ModelSpec, request: Request, store: Store, jobs: int | None = None, on_progress: Progress | None = None
 ) -> Compiled:
     """Compiles every kernel of every program, each once."""
+    return compile_model_by(spec, request, lambda sources: compile_kernels(sources, store, jobs, on_progress))
+
+
+def compile_model_by(spec: ModelSpec, request: Request, compile_all: CompileAll) -> Compiled:
+    """The same by whatever compiles kernels: the tuner's processes are at work already."""
     request, note = settle(spec, request)
     lowered = lower_programs(spec, request)
     calls: dict[str, KernelCall] = {}
     for _, low in lowered.values():
         calls.update(low.kernels)
-    artifacts = compile_kernels([call.source for call in calls.values()], store, jobs, on_progress)
+    artifacts = compile_all([call.source for call in calls.values()])
     files: dict[str, bytes] = {}
     kernels = {}
     for key, call in sorted(calls.items()):

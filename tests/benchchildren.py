@@ -1,7 +1,8 @@
 """A process in the place of the one that has the GPU: it does what its second argument says.
 
 ``answer`` times every task, ``lost`` does and says that its GPU is gone; ``silent`` never says that it is ready,
-``refuse`` says why it is not. A task with ``hangs`` or ``crashes`` in a kernel's file name makes it sleep or die.
+``refuse`` says why it is not, ``greeted`` is ready after it was told of a plan. A task with ``hangs`` or ``crashes`` in
+a kernel's file name makes it sleep or die.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from lynnc.autotune.benchmessages import (
     READY,
     KernelTask,
     Said,
+    opening_of,
     said_text,
     task_of,
 )
@@ -39,6 +41,8 @@ def main() -> None:
     if mode == "refuse":
         say(Said(FAILED, "No CUDA driver was found on this machine."))
         return
+    if mode == "greeted":
+        assert opening_of(connection.recv_bytes().decode()).folder == "a.plan"
     say(Said(READY, "a GPU of paper"))
     while True:
         try:

@@ -16,13 +16,15 @@ from benching import DENSE, PROGRAMS, REQUEST, candidate_of, plan_and_baseline
 from meaning import few_splits
 
 from lynnc.artifact import Artifact
-from lynnc.autotune.benchmessages import KernelTask, StepTask, task_of
+from lynnc.autotune.benchmessages import KernelTask, Opening, StepTask, task_of
 from lynnc.autotune.childprocess import ChildDiedError, ChildHungError, ChildProcess, Patience
+from lynnc.autotune.conditions import Conditions
 from lynnc.autotune.gpubench import GpuBench, open_gpu_bench
 from lynnc.autotune.trial import Bench, Status
 from lynnc.compile import KernelSource
 from lynnc.compile_ahead import CompileAhead
 from lynnc.errors import CompileError, DeviceError, LynncError
+from lynnc.jsonform import encode
 from lynnc.store import Store
 from lynnc.target import find_target
 
@@ -290,6 +292,34 @@ def test_kernels_are_compiled_ahead_once_and_their_failures_are_results(tmp_path
         assert ahead.start(source(label="from the store")).result(5) == artifact
 
 
+def test_a_plan_is_compiled_by_processes_that_are_there_already(tmp_path: Path) -> None:
+    good, other = source(), source("    tl.store(x, 2.0)\n")
+    with closing(CompileAhead(Store(tmp_path), jobs=2)) as ahead:
+        ahead.warm_up()
+        processes = [worker._process.pid for worker in ahead._pool._started]
+        assert set(ahead.compile_all([good, other, good])) == {good.key, other.key}
+        assert [worker._process.pid for worker in ahead._pool._started] == processes and len(processes) == 2
+        with pytest.raises(CompileError, match="a bad one"):
+            ahead.compile_all([good, source("    tl.store(y, 1)\n", "a bad one")])
+
+
+def test_a_process_is_told_what_to_load_once_there_is_a_plan() -> None:
+    """It is at work before that; a second one is told the same."""
+    told: list[str] = []
+
+    def greeting() -> str:
+        told.append("now")
+        return encode(Opening("a.plan", Conditions()))
+
+    child = ChildProcess(lambda connection: [sys.executable, str(CHILD), str(connection), "greeted"], QUICK, greeting)
+    child.begin()
+    assert child._process is not None and not told
+    with closing(GpuBench(plan_and_baseline()[1], Paper(), child)) as bench:
+        assert bench.measure(GOOD, 1).is_timed and bench.measure(OTHER, 1).is_timed and len(told) == 1
+        child.kill()
+        assert bench.measure(GOOD, 1).is_timed and len(told) == 2
+
+
 def test_a_compilation_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     with closing(CompileAhead(Store(tmp_path), jobs=1, seconds=0.01)) as ahead:
         error = ahead.start(source()).result(30)
@@ -308,7 +338,7 @@ def test_closing_a_compiler_ends_what_it_compiles(tmp_path: Path) -> None:
 
 def test_a_bench_that_cannot_start_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child = child_of("refuse")
-    monkeypatch.setattr("lynnc.autotune.gpubench.ChildProcess", lambda command, patience: child)
+    monkeypatch.setattr("lynnc.autotune.gpubench.ChildProcess", lambda *_: child)
     monkeypatch.setattr("lynnc.autotune.gpubench.compile_baseline", lambda *_: (_Compiled(), plan_and_baseline()[1]))
     monkeypatch.setattr("lynnc.autotune.gpubench.save_plan", lambda *_: None)
     with pytest.raises(DeviceError, match="No CUDA driver"):

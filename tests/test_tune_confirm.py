@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
 from tuning import DEVICE, Rig, finding, tasks
 
-from lynnc.autotune.confirm import LAST_REPEATS, confirm
-from lynnc.autotune.race import Contender, Race
+from lynnc.autotune.confirm import LAST_REPEATS, STEP_REPEATS, Untried, confirm
+from lynnc.autotune.race import Contender, Race, promise, unraced
 from lynnc.autotune.synthetic import SyntheticBench, Traits
 from lynnc.autotune.trial import Candidate, Outcome, Status
+from lynnc.records import Records
 
 BOTH = ("decode/1", "prefill/16")
 
@@ -155,6 +157,41 @@ def test_choices_that_together_slow_the_step_give_way_to_what_was_in_use(races):
 
     found = confirm(with_record(races, 2e-6), Late(None))
     assert all(contender.origin == "record" for contender in found.chosen.values())
+
+
+def test_a_default_step_is_one_of_defaults_even_where_a_task_had_no_race(races):
+    """What was in use there counts in both other steps, and equal knobs are not asked for."""
+    knobs, task = races[1].default.knobs, races[1].task
+    bench = Steps(lambda program, chosen: 1 - sum(k["num_warps"] == 16 for k in chosen.values()) / 10)
+    found = confirm(races[:1], bench, untried=[Untried(task, knobs, {**knobs, "num_warps": 16})])
+    step = next(step for step in found.steps if step.program == task.program)
+    assert (step.default.seconds, step.before.seconds) == (1.0, 0.9)
+    assert found.chosen.keys() == {races[0].task.key}, "it keeps what it has"
+    same = Steps(lambda program, chosen: 1.0)
+    confirm(races[:1], same, untried=[Untried(task, knobs, knobs)])
+    assert all(one.kernel != task.kernel.name for _, choices in same.asked for chosen in choices for one in chosen)
+
+
+def test_steps_are_shorter_where_the_time_is_over(races):
+    bench = Steps(lambda program, chosen: 1.0)
+    repeats: list[int] = []
+    bench.measure_steps = lambda program, choices, count: repeats.append(count) or [timed(1.0)] * len(choices)
+    confirm(races, bench, has_time=lambda: False)
+    assert set(repeats) == {STEP_REPEATS}
+
+
+def test_a_race_is_held_only_where_the_search_saw_somebody_faster():
+    task = tasks("embed")[0]
+    rig = Rig([task], Traits(seed=2))
+    rig.tuner().search(rig.budget(trials=12), Records())
+    default, study = task.default(DEVICE), rig.tuner().study(task)
+    by_time = sorted(study.tried(), key=lambda tried: tried.outcome.seconds or math.inf)
+    best = dict(next(tried.knobs for tried in by_time if tried.outcome.is_timed))
+    gain = rig.bench.seconds(task, default) - rig.bench.seconds(task, best)
+    assert promise(task, study, default) == pytest.approx(task.launches * gain, rel=0.3) and gain > 0
+    assert promise(task, study, best) == 0 and promise(task, study, {"num_warps": 1}) == math.inf
+    race = unraced(task, study, DEVICE, best)
+    assert [one.origin for one in race.contenders] == ["default", "record"] and race.incumbent.outcome.is_timed
 
 
 def test_a_kernel_winner_that_disturbs_its_neighbours_loses_on_the_whole_device():
