@@ -7,6 +7,7 @@ count in these, too: a default step is one of defaults alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +20,8 @@ from lynnc.kernels.kernel import Knobs
 
 STEP_REPEATS = 15
 LAST_REPEATS = 40
-"""Of the steps of the table; fewer where the time is over."""
+"""Of the steps of the table; as few as before where less time is left than ``LEISURE_SECONDS``."""
+LEISURE_SECONDS = 30.0
 MOST_CHALLENGERS = 3
 
 
@@ -49,7 +51,7 @@ class Untried:
 def confirm(
     races: Sequence[Race],
     bench: Bench,
-    has_time: Callable[[], bool] = lambda: True,
+    seconds_left: Callable[[], float] = lambda: math.inf,
     untried: Sequence[Untried] = (),
 ) -> Confirmation:
     """Adds the winners one by one, the greatest gain first, each beside those that are in; then all of them at once."""
@@ -57,13 +59,13 @@ def confirm(
     for race in races:
         found.choose(race, race.incumbent, _verdict_of_race(race))
     for race in sorted(races, key=lambda race: -race.step_gain):
-        if race.challengers and has_time():
+        if race.challengers and seconds_left() > 0:
             _confirm_one(race, races, bench, found)
         elif race.challengers:
             found.verdicts[race.task.key] = (
                 f"there was no time to confirm {_name_of(race, race.best)} in whole steps: {_stays(race)}"
             )
-    found.steps = _confirm_all(races, bench, found, untried, LAST_REPEATS if has_time() else STEP_REPEATS)
+    found.steps = _confirm_all(races, bench, found, seconds_left, untried)
     return found
 
 
@@ -101,26 +103,39 @@ def _confirm_one(race: Race, races: Sequence[Race], bench: Bench, found: Confirm
 
 
 def _confirm_all(
-    races: Sequence[Race], bench: Bench, found: Confirmation, untried: Sequence[Untried], repeats: int
+    races: Sequence[Race],
+    bench: Bench,
+    found: Confirmation,
+    seconds_left: Callable[[], float],
+    untried: Sequence[Untried],
 ) -> tuple[StepFinding, ...]:
-    """Every program with all of its choices; where that is slower, choices made in other programs go first."""
+    """Every program with all of its choices, those first whose choices changed; where that is slower, some go.
+
+    Without time, further programs in which nothing changed are not measured.
+    """
     programs = tuple(dict.fromkeys(name for race in races for name in race.task.programs))
     defaults = {race.task.key: race.default for race in races}
     in_use = {race.task.key: race.incumbent for race in races}
     steps: dict[str, StepFinding] = {}
     while len(steps) < len(programs):
-        program = next(name for name in programs if name not in steps)
+        program = next(
+            (name for name in programs if name not in steps and _changed(name, races, found)),
+            next(name for name in programs if name not in steps),
+        )
+        if steps and seconds_left() <= 0 and not _changed(program, races, found):
+            break
         rest = [one for one in untried if program in one.task.programs and dict(one.default) != dict(one.in_use)]
         kept = [_candidate(program, one.task, one.in_use) for one in rest]
         sets = [_choices(program, races, defaults) + [_candidate(program, one.task, one.default) for one in rest]]
         sets += [_choices(program, races, who) + kept for who in (in_use, found.chosen)]
+        repeats = LAST_REPEATS if seconds_left() > LEISURE_SECONDS else STEP_REPEATS
         default, before, tuned = _measure(bench, program, sets, repeats)
         steps[program] = StepFinding(program, default, before, tuned)
         if not tuned.is_timed or is_faster(before, tuned, STEP_FLOOR):
-            for task in _drop(program, races, found):
+            for task in _drop(program, races, bench, found):
                 for name in task.programs:
                     steps.pop(name, None)
-    return tuple(steps[name] for name in programs)
+    return tuple(steps[name] for name in programs if name in steps)
 
 
 def _measure(bench: Bench, program: str, sets: Sequence[list[Candidate]], repeats: int) -> list[Outcome]:
@@ -130,18 +145,33 @@ def _measure(bench: Bench, program: str, sets: Sequence[list[Candidate]], repeat
     return [outcomes[different.index(one)] for one in sets]
 
 
-def _drop(program: str, races: Iterable[Race], found: Confirmation) -> list[Task]:
-    """Gives back what was in use to what slows a program: to problems chosen in other programs, else to all of them."""
-    changed = [race for race in races if program in race.task.programs and _is_changed(race, found)]
-    foreign = [race for race in changed if race.task.program != program]
-    for race in foreign or changed:
-        verdict = f"together with others it slows the step of {program}, so {_stays(race)}"
-        found.choose(race, race.incumbent, verdict)
-    return [race.task for race in foreign or changed]
+def _drop(program: str, races: Sequence[Race], bench: Bench, found: Confirmation) -> list[Task]:
+    """Gives back what was in use to what slows a program: to the choices without which it is faster, or else to all;
+    first to problems chosen in other programs."""
+    changed = _changed(program, races, found)
+    suspects = [race for race in changed if race.task.program != program] or changed
+    guilty = _guilty(program, suspects, races, bench, found)
+    for race in guilty or suspects:
+        how = "it" if guilty else "together with others it"
+        found.choose(race, race.incumbent, f"{how} slows the step of {program}, so {_stays(race)}")
+    return [race.task for race in guilty or suspects]
 
 
-def _is_changed(race: Race, found: Confirmation) -> bool:
-    return found.chosen[race.task.key] is not race.incumbent
+def _guilty(
+    program: str, suspects: Sequence[Race], races: Sequence[Race], bench: Bench, found: Confirmation
+) -> list[Race]:
+    """Those without whose choice, all others in place, the program is faster."""
+    sets = [_choices(program, races, found.chosen)]
+    sets += [_choices(program, races, {**found.chosen, race.task.key: race.incumbent}) for race in suspects]
+    tuned, *without = bench.measure_steps(program, sets, STEP_REPEATS)
+    return [race for race, one in zip(suspects, without, strict=True) if is_faster(one, tuned, STEP_FLOOR)]
+
+
+def _changed(program: str, races: Iterable[Race], found: Confirmation) -> list[Race]:
+    """Races of a program whose choice is another than what was in use."""
+    return [
+        race for race in races if program in race.task.programs and found.chosen[race.task.key] is not race.incumbent
+    ]
 
 
 def _choices(program: str, races: Sequence[Race], chosen: Mapping[Key, Contender]) -> list[Candidate]:

@@ -66,13 +66,15 @@ def summary_of(sweep: Sweep, device: str, gpu: str, context: int) -> TuneSummary
         budget=str(sweep.settings.get("budget", "")),
         seconds=sweep.seconds,
         is_simulated=sweep.is_simulated,
-        steps=tuple(_step(step, context) for step in sweep.steps if step.default.is_timed and step.tuned.is_timed),
+        steps=tuple(_step(step, context) for step in sweep.steps if step.is_timed),
         kernels=tuple(_study(found) for found in sweep.findings if found.is_raced),
     )
 
 
 def _step(step: StepFinding, context: int) -> StepStudy:
-    return StepStudy(step.program, context, step.default.seconds, step.tuned.seconds)
+    default, before, tuned = step.default, step.before, step.tuned
+    spread = tuned.greatest - tuned.least
+    return StepStudy(step.program, context, default.seconds, before.seconds, tuned.seconds, spread)
 
 
 def _study(found: Finding) -> KernelStudy:
@@ -93,4 +95,5 @@ def _study(found: Finding) -> KernelStudy:
             if one.outcome.status is not Status.REFUSED
         ),
         importance=dict(found.importances),
+        verdict=found.verdict,
     )

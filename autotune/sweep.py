@@ -98,6 +98,11 @@ class StepFinding:
     tuned: Outcome
 
     @property
+    def is_timed(self) -> bool:
+        """Whether all three are there."""
+        return self.default.is_timed and self.before.is_timed and self.tuned.is_timed
+
+    @property
     def gain(self) -> float:
         """The part of the time until now that is saved."""
         return 1 - self.tuned.seconds / self.before.seconds if self.before.is_timed and self.tuned.is_timed else 0.0

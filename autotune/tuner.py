@@ -102,13 +102,12 @@ class Tuner:
     def conclude(self, budget: Budget, about: About, records: Records) -> Sweep:
         """Races what was tried, confirms the winners against what ``records`` make the compiler use, and sums up."""
         in_use = {task.key: self._in_use(task, records) for task in self.tasks}
+        kept = [Untried(task, task.default(self._setting.device), in_use[task.key]) for task in self.tasks]
+        self._bench.prepare([candidate_of(one.task, one.default) for one in kept if one.default != one.in_use])
         races = self._races(budget, in_use)
-        raced, device = {race.task.key for race in races}, self._setting.device
-        untried = [
-            Untried(task, task.default(device), in_use[task.key]) for task in self.tasks if task.key not in raced
-        ]
-        self._bench.prepare([candidate_of(one.task, one.default) for one in untried if one.default != one.in_use])
-        confirmation = confirm(races, self._bench, lambda: budget.seconds_left > 0, untried)
+        raced = {race.task.key for race in races}
+        untried = [one for one in kept if one.task.key not in raced]
+        confirmation = confirm(races, self._bench, lambda: budget.seconds_left, untried)
         by_key = {race.task.key: race for race in races}
         findings = [self._finding(task, by_key.get(task.key), confirmation, in_use[task.key]) for task in self.tasks]
         return Sweep(

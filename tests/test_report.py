@@ -355,7 +355,7 @@ def test_memory_is_what_the_runtime_counts() -> None:
 def test_tuning_shows_what_was_tried_and_gained() -> None:
     page = full_page()
     (step,) = page.table("tuning-steps")
-    assert step == ["decode/1", "128", "979.00 µs", "950.00 µs", f"{979 / 950:.3f}×"]
+    assert step == ["decode/1", "128", "979.00 µs", "960.00 µs", "950.00 µs", f"{979 / 950:.3f}×"]
     linear, embed = page.table("tuning-gains")
     assert linear[:3] == ["linear", "decode/1", "k=2048 n=12352"] and linear[3] == f"{5.8 / 5.0:.3f}×"
     assert linear[4:] == ["5.80 µs", "5.00 µs", time_text(30 * 0.8e-6), "6", "2", "3"]
@@ -366,7 +366,7 @@ def test_tuning_shows_what_was_tried_and_gained() -> None:
     text = page.by_id("tuning").text
     assert "Measured on NVIDIA H200. Seed 7, budget 10m, 583 s spent" in text
     assert "BLOCK_N 8 → 16" in text and "refused: shared memory N > N3" in text and "wrong: row N differs1" in text
-    assert "The default stays." in text
+    assert "The default stays." in text and "Verdict: confirmed in the step of decode/1." in text
 
 
 def test_a_simulated_run_is_called_one() -> None:

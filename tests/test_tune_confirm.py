@@ -110,7 +110,7 @@ def test_the_default_wins_a_race_that_is_a_tie(races):
 
 
 def test_without_time_nothing_is_changed(races):
-    found = confirm(races, Steps(lambda program, chosen: 1.0), has_time=lambda: False)
+    found = confirm(races, Steps(lambda program, chosen: 1.0), seconds_left=lambda: 0.0)
     assert all(contender.origin == "default" for contender in found.chosen.values())
     assert all("no time" in verdict for verdict in found.verdicts.values())
 
@@ -126,7 +126,7 @@ def with_record(races, seconds: float) -> list[Race]:
 
 
 def test_without_time_the_record_in_use_stays_and_not_the_default(races):
-    found = confirm(with_record(races, 2e-6), Steps(lambda program, chosen: 1.0), has_time=lambda: False)
+    found = confirm(with_record(races, 2e-6), Steps(lambda program, chosen: 1.0), seconds_left=lambda: 0.0)
     assert all(contender.origin == "record" for contender in found.chosen.values())
     assert all("the record in use stays" in verdict for verdict in found.verdicts.values())
 
@@ -172,12 +172,13 @@ def test_a_default_step_is_one_of_defaults_even_where_a_task_had_no_race(races):
     assert all(one.kernel != task.kernel.name for _, choices in same.asked for chosen in choices for one in chosen)
 
 
-def test_steps_are_shorter_where_the_time_is_over(races):
+@pytest.mark.parametrize(("left", "expected"), [(10.0, {STEP_REPEATS}), (100.0, {STEP_REPEATS, LAST_REPEATS})])
+def test_steps_are_shorter_where_time_is_short(races, left, expected):
     bench = Steps(lambda program, chosen: 1.0)
     repeats: list[int] = []
     bench.measure_steps = lambda program, choices, count: repeats.append(count) or [timed(1.0)] * len(choices)
-    confirm(races, bench, has_time=lambda: False)
-    assert set(repeats) == {STEP_REPEATS}
+    confirm(races, bench, seconds_left=lambda: left)
+    assert set(repeats) == expected
 
 
 def test_a_race_is_held_only_where_the_search_saw_somebody_faster():
@@ -192,6 +193,39 @@ def test_a_race_is_held_only_where_the_search_saw_somebody_faster():
     assert promise(task, study, best) == 0 and promise(task, study, {"num_warps": 1}) == math.inf
     race = unraced(task, study, DEVICE, best)
     assert [one.origin for one in race.contenders] == ["default", "record"] and race.incumbent.outcome.is_timed
+
+
+def test_only_the_choice_that_slows_another_program_gives_way():
+    """What others gain there stays."""
+    shared = tasks("embed", "rms_norm", "top_k", programs=("prefill", "prefill/16"))
+    shared = [task for task in shared if len(task.programs) > 1]
+    assert len(shared) > 1
+    found = []
+    for task in shared:
+        knobs = task.default(DEVICE)
+        better = Contender({**knobs, "num_warps": 16}, "sampler", timed(1e-6))
+        found.append(Race(task, (Contender(knobs, "default", timed(2e-6)), better), knobs))
+
+    def seconds(program, chosen):
+        fast = [kernel for kernel, knobs in chosen.items() if knobs["num_warps"] == 16]
+        return 1 - 0.05 * len(fast) + (0.5 if program != shared[0].program and shared[0].kernel.name in fast else 0)
+
+    confirmation = confirm(found, Steps(seconds))
+    origins = {race.task.kernel.name: confirmation.chosen[race.task.key].origin for race in found}
+    slow = shared[0].kernel.name
+    assert origins == {**dict.fromkeys(origins, "sampler"), slow: "default"}
+    assert confirmation.verdicts[shared[0].key].startswith("it slows the step of")
+    assert all(step.gain > 0 for step in confirmation.steps)
+
+
+def test_without_time_programs_in_which_nothing_changed_are_not_measured(races):
+    times = iter([1.0, *[0.0] * 9])
+    only_decode = [race for race in races if race.task.programs == ("decode/1",)]
+    other = [race for race in races if race not in only_decode]
+    assert only_decode and other
+    kept = [Race(race.task, race.contenders[:1], race.in_use) for race in other]
+    found = confirm([*only_decode, *kept], Steps(lambda *_: 1.0), seconds_left=lambda: next(times))
+    assert [step.program for step in found.steps] == ["decode/1"]
 
 
 def test_a_kernel_winner_that_disturbs_its_neighbours_loses_on_the_whole_device():

@@ -26,7 +26,7 @@ from lynnc.jsonform import decode
 from lynnc.plan import Plan
 from lynnc.target import find_device
 
-SCHEMA = 1
+SCHEMA = 2
 """Grows when the form of a summary changes."""
 Knobs = Mapping[str, int]
 
@@ -46,7 +46,7 @@ class TrialRow:
 class KernelStudy:
     """The candidates of one kernel for one problem; ``refused`` counts those that no constraint let through, by reason.
 
-    Seconds are of one launch, ``launches`` those of a step.
+    Seconds are of one launch, ``launches`` those of a step; ``verdict`` says why the best choice is that.
     """
 
     program: str
@@ -60,6 +60,7 @@ class KernelStudy:
     refused: Mapping[str, int]
     trials: tuple[TrialRow, ...]
     importance: Mapping[str, float]
+    verdict: str
 
     @property
     def gain(self) -> float:
@@ -104,12 +105,17 @@ def _without_numbers(reason: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StepStudy:
-    """A whole step with all default knobs and with all chosen ones."""
+    """A whole step with all default knobs, with what was in use before the run, and with all chosen ones, in turns.
+
+    ``best_spread`` is between the fastest and the slowest run of the latter.
+    """
 
     program: str
     context: int
     default_seconds: float
+    before_seconds: float
     best_seconds: float
+    best_spread: float
 
     @property
     def gain(self) -> float:
@@ -157,7 +163,7 @@ def _complaints(summary: TuneSummary) -> Iterator[str]:
     if not math.isfinite(summary.seconds):
         yield f"the run took {summary.seconds} s"
     for step in summary.steps:
-        if not all(map(_is_time, (step.default_seconds, step.best_seconds))):
+        if not all(map(_is_time, (step.default_seconds, step.before_seconds, step.best_seconds))):
             yield f"a time of the step {step.program} is not above 0"
     for study in summary.kernels:
         yield from _study_complaints(study, f"{study.kernel} of {study.program}")
