@@ -61,7 +61,12 @@ class Record:
     @property
     def question(self) -> str:
         """What the knobs answer, as text: records with the same one are rivals."""
-        return encode([self.kernel, self.problem, self.device, self.template])
+        return encode([self.kernel, self.problem, self.device, self.template, self.compiler])
+
+    @property
+    def compiler(self) -> str:
+        """Release of the Triton that it was measured with, such as ``3.9``; empty if that is not known."""
+        return release_of(self.triton or "")
 
     @property
     def is_simulated(self) -> bool:
@@ -75,6 +80,11 @@ class Record:
     @property
     def _badness(self) -> tuple[bool, float]:
         return self.is_simulated, math.inf if self.seconds is None else self.seconds
+
+
+def release_of(version: str) -> str:
+    """``3.9`` of ``3.9.0``: another release makes code of other speed from the same knobs."""
+    return ".".join(version.split(".")[:2])
 
 
 @dataclass(frozen=True, slots=True)

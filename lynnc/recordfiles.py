@@ -30,6 +30,7 @@ from lynnc.record import Record, merge_records, parse_records, records_text
 from lynnc.records import Known, Records
 from lynnc.render import template_digest
 from lynnc.store import cache_folder
+from lynnc.tools import find_tools
 
 
 class RecordChoice(StrEnum):
@@ -66,7 +67,8 @@ def load_records(
         known += _user_records(folder)
     if choice in (RecordChoice.ALL, RecordChoice.SHIPPED):
         known += _shipped_records()
-    return Records(device, tuple(item for item in known if item.record.device.arch == device.arch))
+    ours = tuple(item for item in known if item.record.device.arch == device.arch)
+    return Records(device, ours, find_tools().triton_version or "")
 
 
 def write_user_record(folder: Path, record: Record) -> Path:

@@ -1,7 +1,8 @@
 """Which record serves a problem: one of exactly this problem on this device, else the nearest of the architecture.
 
 In: the ``Records`` known for a device, a kernel, a problem. Out: a ``Match``, or None, and then the kernel's default
-serves. A record counts only if the template still has the text that it was measured with and if its knobs are legal.
+serves. A record counts only if the template still has the text that it was measured with and if its knobs are legal;
+one that was measured with the Triton that compiles now goes before one of another release.
 
 Example::
 
@@ -18,11 +19,11 @@ from functools import cached_property
 
 from lynnc.deviceidentity import Identity
 from lynnc.kernels.kernel import Kernel, Problem
-from lynnc.record import Record, RecordOrigin
+from lynnc.record import Record, RecordOrigin, release_of
 from lynnc.render import template_digest
 from lynnc.target import Target
 
-NEAREST = "nearest "
+NEAREST, OF_TRITON = "nearest ", " of Triton "
 FARTHEST = 1.5
 """Distance up to which a record of another problem or device may serve; see ``distance``."""
 
@@ -44,14 +45,18 @@ class Known:
 
 @dataclass(frozen=True)
 class Records:
-    """What is known for ``device``: its own records and those of other devices of its architecture."""
+    """What is known for ``device``: its own records and those of other devices of its architecture.
+
+    ``triton`` is the version that will compile, or empty if that does not count.
+    """
 
     device: Identity | None = None
     known: tuple[Known, ...] = ()
+    triton: str = ""
 
     def known_as(self, origin: str) -> Known | None:
         """One of the records that choices of this origin, as ``Match.text`` says it, were made by; None if by none."""
-        words = origin.removeprefix(NEAREST)
+        words = origin.removeprefix(NEAREST).partition(OF_TRITON)[0]
         return next((known for known in self.known if known.text == words), None)
 
     @cached_property
@@ -65,11 +70,12 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A record that may serve; ``distance`` is 1 for an exact one."""
+    """A record that may serve; ``distance`` is 1 for an exact one; ``is_foreign`` if another Triton compiled for it."""
 
     known: Known
     is_exact: bool
     distance: float
+    is_foreign: bool = False
 
     @property
     def record(self) -> Record:
@@ -79,7 +85,8 @@ class Match:
     @property
     def text(self) -> str:
         """Where the knobs come from, as plans and tables say it."""
-        return self.known.text if self.is_exact else NEAREST + self.known.text
+        made_with = f"{OF_TRITON}{self.record.compiler}" * self.is_foreign
+        return f"{NEAREST * (not self.is_exact)}{self.known.text}{made_with}"
 
     def is_current(self, kernel: Kernel) -> bool:
         """Whether the kernel's template has the text that the record is valid for."""
@@ -93,6 +100,7 @@ class Match:
             not self.is_exact,
             record.is_simulated,
             self.distance,
+            self.is_foreign,
             not self.known.is_user,
             record.origin is RecordOrigin.CARRIED_OVER,
             math.inf if record.seconds is None else record.seconds,
@@ -137,9 +145,10 @@ def _matches(records: Records, kernel: str, problem: Problem) -> Iterator[Match]
         record = known.record
         if device is None or record.device.arch != device.arch:
             continue
+        is_foreign = bool(records.triton and record.triton) and record.compiler != release_of(records.triton)
         if record.device == device and record.problem == problem:
-            yield Match(known, True, 1.0)
+            yield Match(known, True, 1.0, is_foreign)
         elif not record.is_simulated:
             far = distance(problem, record.problem) * _ratio(device.sm_count, record.device.sm_count)
             if far <= FARTHEST:
-                yield Match(known, False, far)
+                yield Match(known, False, far, is_foreign)
