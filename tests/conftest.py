@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 
@@ -31,6 +32,18 @@ def pytest_configure(config: pytest.Config) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: torch sees no GPU here.")
     harness.use_device(device)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Kernels in the interpreter are quick in every test."""
+    if request.config.getoption("--device") != "cpu":
+        yield
+        return
+    from quick import quick_interpreter
+
+    with quick_interpreter():
+        yield
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,7 +1,8 @@
 """Triton's interpreter without what it repeats: three times faster, the same arithmetic.
 
 For each call of a function inside a kernel it patches the language again, and for each integer sum it computes a second
-one to find overflow, which tiny models cannot reach. Here a launch patches once and sums are not doubled.
+one to find overflow, which it then does not look at: assertions are off. Here a launch patches once and sums are not
+doubled.
 """
 
 from __future__ import annotations

@@ -5,15 +5,13 @@ Every step goes the whole way: graph, passes, choices, lowering, rendered source
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
-import harness
 import pytest
 import torch
 from harness import errors
-from quick import quick_interpreter
 from reference import BLOCKS, FAMILIES, LIMIT, PROMPT, STEPS, VARIANTS, Case, judged, make
 from runners import Followed, Interpreter, Kernels, check, follow
 
@@ -24,15 +22,6 @@ from lynnc.passes.split_attention import SPLITS
 
 each_family = pytest.mark.parametrize("case", FAMILIES, ids=str)
 NAMES = tuple(step.name for step in PIPELINE)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
-    if harness.device() == "cpu":
-        with quick_interpreter():
-            yield
-    else:
-        yield
 
 
 @dataclass(frozen=True)
