@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +45,13 @@ def quick(request: pytest.FixtureRequest) -> Iterator[None]:
 
     with quick_interpreter():
         yield
+
+
+@pytest.fixture(scope="session")
+def kernels_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store that the test processes of this run share. A test of compiling or of a store takes one of its own."""
+    folder = tmp_path_factory.getbasetemp()
+    return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "kernels"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
