@@ -39,7 +39,9 @@ def quick_interpreter() -> Iterator[None]:
             (builder, "options", replace(builder.options, sanitize_overflow=False)),
             (interpreter, "_patch_lang", _PatchedOnce(interpreter._patch_lang)),
             (interpreter, "_get_np_dtype", _remembered(interpreter._get_np_dtype)),
+            (semantic, "binary_op_type_checking_impl", _settled(semantic.binary_op_type_checking_impl, semantic)),
             (semantic, "broadcast_impl_value", _broadcast(semantic.broadcast_impl_value)),
+            (tl.block_type, "__init__", _fill_block_type(tl.block_type.__init__)),
             (tl.block_type, "with_element_ty", _with_element_type),
             (tl.block_type, "to_ir", lambda block, _builder: block),
             (tl.tensor, "__init__", _fill_tensor),
@@ -88,6 +90,18 @@ def _remembered(numpy_type: Any) -> Any:
     return find
 
 
+def _settled(settle: Any, semantic: Any) -> Any:
+    """Two tensors of one of the usual types keep it, so there is nothing to cast."""
+
+    def quick(left: Any, right: Any, *arguments: Any, **options: Any) -> Any:
+        is_usual = isinstance(left, tl.tensor) and left.dtype.name in ("fp32", "int32", "int64")
+        if is_usual and isinstance(right, tl.tensor) and right.dtype.name == left.dtype.name:
+            return semantic.broadcast_impl_value(left, right)
+        return settle(left, right, *arguments, **options)
+
+    return quick
+
+
 def _broadcast(broadcast: Any) -> Any:
     """Blocks of one shape, which nearly all are, need no search for a common one."""
 
@@ -100,9 +114,24 @@ def _broadcast(broadcast: Any) -> Any:
     return quick
 
 
+def _fill_block_type(fill: Any) -> Any:
+    known: dict[tuple[int, ...], Any] = {}
+
+    def quick(block: Any, element: Any, shape: Any) -> None:
+        sizes = [size.value if isinstance(size, tl.constexpr) else size for size in shape]
+        key = (id(element), *sizes)  # what is known keeps its element, so no other gets that number
+        if key in known:
+            block.__dict__.update(known[key].__dict__)
+        else:
+            fill(block, element, shape)
+            known[key] = block
+
+    return quick
+
+
 def _with_element_type(block: Any, element: Any) -> Any:
     known = block.__dict__.setdefault("of_element", {})
-    found = known.get(id(element))  # what is found keeps its element, so no other gets that number
+    found = known.get(id(element))
     if found is None:
         found = known[id(element)] = tl.block_type(element, block.shape)
         found.of_element = known
