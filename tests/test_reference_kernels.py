@@ -69,11 +69,16 @@ def assert_equal_states(found: Mapping[str, torch.Tensor], expected: Mapping[str
         assert torch.equal(state, expected[name]), f"{what}: {name}"
 
 
-@each_family
-def test_prompt_and_decode(case: Case) -> None:
+LONG = ((FAMILIES[0], (PROMPT,)), (FAMILIES[1], (PROMPT, 16)), (FAMILIES[2], (PROMPT, 16)))
+"""Prompts; every decode goes on to the same position, behind rings of 16 and a tile of 32. The family with both mixers
+decodes far enough for errors of its states to add up."""
+
+
+@pytest.mark.parametrize(("case", "prefills"), LONG, ids=str)
+def test_prompt_and_decode(case: Case, prefills: tuple[int, ...]) -> None:
     run = judged(case)
-    found = follow(Kernels(case), run.tokens, prefills=(PROMPT,))
-    assert len(found.positions) == 1 + STEPS
+    found = follow(Kernels(case), run.tokens, prefills)
+    assert found.positions[-1] == PROMPT + STEPS - 1
     check(found, run, LIMIT, str(case))
 
 
