@@ -1,4 +1,4 @@
-"""Triton's interpreter without what it repeats: six times faster, the same arithmetic.
+"""Triton's interpreter without what it repeats: three to seven times faster, the same arithmetic.
 
 For each call of a function inside a kernel it patches the language again, for each integer sum it computes a second one
 to find overflow and then does not look at it (assertions are off), and for each value it makes its type anew. Here a
