@@ -14,7 +14,6 @@ from functools import cache
 
 from executing import PREFILL_ROWS, SIMULATOR_KNOBS
 from meaning import Meaning, Step, few_splits
-from quick import quick_interpreter
 from reference import Case
 from simulated import SimulatedDevice
 
@@ -170,7 +169,7 @@ def simulated_bed() -> Iterator[Bed]:
     room, device = CONDITIONS.room(plan, PROGRAMS), SimulatedDevice()
     runner = Runner(device, Meaning(plan, room))
     device.runs = runner.run
-    with quick_interpreter(), few_splits():
+    with few_splits():
         executor = prepare(plan, dict.fromkeys(plan.kernels, b""), GeneratedWeights(0), device, room)
         parts: list[str] = []
         yield Bed(Measurer(executor, CONDITIONS, parts.append), runner, parts)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +33,25 @@ def pytest_configure(config: pytest.Config) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: torch sees no GPU here.")
     harness.use_device(device)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Kernels in the interpreter are quick in every test."""
+    if request.config.getoption("--device") != "cpu":
+        yield
+        return
+    from quick import quick_interpreter
+
+    with quick_interpreter():
+        yield
+
+
+@pytest.fixture(scope="session")
+def kernels_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store that the test processes of this run share. A test of compiling or of a store takes one of its own."""
+    folder = tmp_path_factory.getbasetemp()
+    return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "kernels"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

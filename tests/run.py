@@ -35,7 +35,7 @@ DEBIAN_PACKAGES = {
 }
 """Programs that some tests start: Debian's package, and a file (or pattern) below / that is there with it."""
 CHECKS = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
-PYTEST = ("pytest", "-n", "2")
+PYTEST = ("pytest", "-n", "2", "--dist", "worksteal")
 ASK_TORCH = "from importlib import metadata as m; print(*[d.version for d in m.distributions(name='torch')][:1])"
 
 

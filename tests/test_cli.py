@@ -39,8 +39,8 @@ def complaint(result: Result, code: int = 2) -> str:
 
 
 @pytest.fixture(scope="session")
-def store(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("store")
+def store(kernels_of_this_run) -> Path:
+    return kernels_of_this_run
 
 
 @pytest.fixture(scope="session")

@@ -40,11 +40,10 @@ def start(folder: Path, *arguments: object) -> subprocess.Popen[str]:
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("filled")
-    process = start(folder, "--store", "store", "-o", "p.plan")
+def store(tmp_path_factory, kernels_of_this_run) -> Path:
+    process = start(tmp_path_factory.mktemp("filled"), "--store", kernels_of_this_run, "-o", "p.plan")
     assert process.wait() == 0, process.stderr
-    return folder / "store"
+    return kernels_of_this_run
 
 
 def worker_pids(folder: Path) -> list[int]:

@@ -16,8 +16,8 @@ from lynnc.recordfiles import RecordChoice, load_records, write_user_record
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("store")
+def store(kernels_of_this_run: Path) -> Path:
+    return kernels_of_this_run
 
 
 def compile_tiny(store: Path, folder: Path, *arguments: object) -> dict[str, object]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fcntl import LOCK_EX, flock
 from functools import cache
 from pathlib import Path
 
 import pytest
 from ptx import load_widths
 
+from lynnc.compile import KernelSource
 from lynnc.compiler import Compiled, Request, compile_model, lower_programs
 from lynnc.ir import Format
 from lynnc.modelfile import load_model
@@ -22,16 +24,27 @@ SMALL = (
     *(("tiny-moe", target) for target in TARGETS),
     *((model, target) for model in ("tiny-dense", "tiny-full") for target in ("sm_80", "sm_100", "sm_121")),
 )
-
-
-@pytest.fixture(scope="session")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("store")
+LIKE = {"sm_86": "sm_89", "sm_103": "sm_100", "sm_120": "sm_121"}
+"""Targets whose every kernel has the source, knobs included, of another one's: two programs of them are compiled."""
 
 
 @cache
 def compiled(model: str, target: str, store: Path) -> Compiled:
-    return compile_model(load_model(model), Request(find_target(target), with_ptx=True), Store(store))
+    """Two test processes that want the same kernels do not both compile them."""
+    store.mkdir(exist_ok=True)
+    with (store.parent / f"{model}.{target}.lock").open("w") as lock:
+        flock(lock, LOCK_EX)
+        request = Request(find_target(target), options=options_of(target), with_ptx=True)
+        return compile_model(load_model(model), request, Store(store))
+
+
+def options_of(target: str) -> Options:
+    return Options(programs=("decode/1", "prefill")) if target in LIKE else Options()
+
+
+@pytest.fixture(scope="session")
+def store(kernels_of_this_run: Path) -> Path:
+    return kernels_of_this_run
 
 
 def decode_kernels(result: Compiled) -> list[KernelEntry]:
@@ -43,7 +56,7 @@ def decode_kernels(result: Compiled) -> list[KernelEntry]:
 @pytest.mark.parametrize(("model", "target"), SMALL + FULL)
 def test_every_program_compiles_within_the_limits_of_the_target(model: str, target: str, store: Path) -> None:
     result = compiled(model, target, store)
-    assert set(result.plan.programs) == set(Options().programs)
+    assert set(result.plan.programs) == set(options_of(target).programs)
     limit = find_target(target).shared_memory_limit
     for entry in result.plan.kernels.values():
         assert int(str(entry.artifact["shared_bytes"])) <= limit, entry.label
@@ -143,8 +156,22 @@ def test_expert_counts_that_differ_share_their_kernels() -> None:
     assert keys("lynn-27b-a3b") == keys("qwen3.6-35b-a3b")
 
 
-def test_equal_inputs_give_equal_bytes(tmp_path: Path) -> None:
-    request = Request(find_target("sm_90"))
-    first, second = (compile_model(load_model("tiny-moe"), request, Store(tmp_path / name)) for name in "ab")
+@pytest.mark.parametrize(("target", "other"), LIKE.items())
+def test_targets_that_are_alike_have_the_same_sources(target: str, other: str) -> None:
+    def sources(name: str) -> set[KernelSource]:
+        lowered = lower_programs(load_model("tiny-moe"), Request(find_target(name)))
+        calls = {key: call for _, low in lowered.values() for key, call in low.kernels.items()}
+        return {replace(call.source, text=code_of(call.source), target=find_target(other)) for call in calls.values()}
+
+    def code_of(source: KernelSource) -> str:
+        return "\n".join(line for line in source.text.splitlines() if not line.startswith("#"))
+
+    assert sources(target) == sources(other)
+
+
+def test_equal_inputs_give_equal_bytes(store: Path, tmp_path: Path) -> None:
+    """Compiled here and now, and maybe earlier by another process."""
+    request = Request(find_target("sm_90"), options=Options(programs=("decode/1", "prefill")))
+    first, second = (compile_model(load_model("tiny-moe"), request, Store(place)) for place in (store, tmp_path))
     assert first.plan == second.plan
     assert first.files == second.files

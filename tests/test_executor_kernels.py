@@ -12,7 +12,6 @@ import pytest
 import torch
 from executing import executor_for, logits_of
 from meaning import few_splits
-from quick import quick_interpreter
 from reference import FAMILIES, LIMIT, PROMPT, Case, judged
 from runners import Followed, check
 from simulated import SimulatedDevice
@@ -30,7 +29,7 @@ DENSE = Case("tiny-dense")
 def quick() -> Iterator[None]:
     if harness.device() != "cpu":
         pytest.skip("the simulated device needs Triton's interpreter: run without --device cuda")
-    with quick_interpreter(), few_splits():
+    with few_splits():
         yield
 
 

@@ -16,7 +16,6 @@ import pytest
 from click.testing import CliRunner
 from executing import executor_on, meaning_device, plan_for
 from meaning import few_splits
-from quick import quick_interpreter
 from reference import Case
 from simulated import SimulatedDevice
 
@@ -87,8 +86,7 @@ def test_rows_of_kernels_have_the_bits_of_single_rows(
     meaning = device.runs
     device.runs = lambda calls: (meaning if calls[0].grid[0] > MOST_DECODE_ROWS else device.run_kernels)(calls)
     monkeypatch.setattr(checks, "ROWS", (2, 8))
-    with quick_interpreter():
-        found = list(checks.check_rows(executor, replace(extent, given=2)))
+    found = list(checks.check_rows(executor, replace(extent, given=2)))
     assert [*map(str, found)] == ["passed  rows_equal_single_rows: 2 of 2, rows 2"], "the plan has no steps of 8"
 
 

@@ -212,14 +212,15 @@ def test_others_get_bf16_activations_and_a_sentence() -> None:
     assert not settle_activations(load_model("tiny-moe"), find_target("sm_90"), ()).note
 
 
-def test_a_plan_says_which_activations_it_uses(tmp_path: Path) -> None:
+def test_a_plan_says_which_activations_it_uses(kernels_of_this_run: Path) -> None:
     spec, options = w4a4(load_model("tiny-dense")), Options(programs=("decode/1", "prefill/16"))
-    with_fp4 = compile_model(spec, Request(find_target("sm_121"), options=options), Store(tmp_path))
+    store = Store(kernels_of_this_run)
+    with_fp4 = compile_model(spec, Request(find_target("sm_121"), options=options), store)
     assert not with_fp4.note and "quantise_activations" not in with_fp4.plan.options.without
     assert summarize(with_fp4, 64).activations == "nvfp4 in QuantisedLinear, bf16 elsewhere"
     problems = [entry.problem for entry in with_fp4.plan.kernels.values() if entry.name == "gemm_fp4"]
     assert problems and all(problem["activations"] == "nvfp4" for problem in problems)
-    without = compile_model(spec, Request(find_target("sm_90"), options=options), Store(tmp_path))
+    without = compile_model(spec, Request(find_target("sm_90"), options=options), store)
     assert "sm_90 has no FP4 tensor cores" in without.note
     assert without.plan.options.without == ("quantise_activations",)
     assert summarize(without, 64).activations == "bf16 (the model allows nvfp4)"

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
-import harness
 import pytest
 import torch
 from harness import TARGET, Outcome, assert_close, in_lanes, op_graph, pack_graph, run_both
 from moe_graphs import CASES, ROUTED, Case, compare, inputs_of, keep_all, moe_graph, published_block, router_rows
-from quick import quick_interpreter
 from torch import nn
 
 from lynnc.choose import choose_all
@@ -29,15 +27,6 @@ RIGHT: Knobs = {name: {"BLOCK_N": 64, "BLOCK_K": 128, "SWAP": 0} for name in PRO
 WIDE: Knobs = {name: {"BLOCK_N": 64, "BLOCK_K": 128, "SWAP": 1, "num_warps": 2} for name in PROJECTIONS}
 SEPARATE = CASES[3]
 """A case whose shared expert is no tile of the routed experts' launches."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
-    if harness.device() == "cpu":
-        with quick_interpreter():
-            yield
-    else:
-        yield
 
 
 def grouped(case: Case, program: str = "prefill/16", layers: tuple[int, ...] = ()) -> Graph:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import harness
@@ -10,7 +9,6 @@ import pytest
 import torch
 from attention_graphs import Shape, Step, check, graph_of
 from harness import Outcome, assert_close, in_lanes, op_graph, run_both
-from quick import quick_interpreter
 
 from lynnc.choose import choose_all
 from lynnc.errors import OptionError
@@ -23,15 +21,6 @@ from lynnc.records import Records
 PACKED = (Format.NVFP4, Format.NVFP4_FP16)
 SMALL = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 2, "num_stages": 1}
 """Tiles of a weight whose rows are two matrix instructions of each warp."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
-    if harness.device() == "cpu":
-        with quick_interpreter():
-            yield
-    else:
-        yield
 
 
 def limit_of(fmt: Format) -> float:

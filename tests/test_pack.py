@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import harness
 import pytest
 import torch
 from checkpoints import ALL_FLAVOURS, Flavour, Written, write_checkpoint
-from quick import quick_interpreter
 from reference import LIMIT, Case, Reference, judge, place_of
 from runners import Kernels, check, follow
 from safetensors.torch import load_file
@@ -64,15 +62,6 @@ def done(trip: Trip, trips: dict[str, Done], tmp_path_factory: pytest.TempPathFa
         report = pack(PackRequest(written.folder, folder / "packed"))
         trips[str(trip)] = Done(written, report, open_packed(folder / "packed"))
     return trips[str(trip)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
-    if harness.device() == "cpu":
-        with quick_interpreter():
-            yield
-    else:
-        yield
 
 
 def parts(weight: Weight) -> Iterator[tuple[int, int, str, slice]]:

@@ -17,9 +17,9 @@ from lynnc.target import find_target
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+def compiled(kernels_of_this_run: Path) -> Compiled:
     request = Request(find_target("sm_90"), options=Options(programs=("decode/1",)))
-    return compile_model(load_model("tiny-dense"), request, Store(tmp_path_factory.mktemp("store")))
+    return compile_model(load_model("tiny-dense"), request, Store(kernels_of_this_run))
 
 
 def edit(folder: Path, path: tuple[str | int, ...], value: object) -> None:
