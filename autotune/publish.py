@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from lynnc.autotune.conditions import Conditions
 from lynnc.autotune.sweep import Finding, StepFinding, Sweep
 from lynnc.autotune.trial import Status
 from lynnc.deviceidentity import Identity
@@ -54,7 +55,7 @@ def write_records(sweep: Sweep, device: Identity, folder: Path) -> int:
     return len(records)
 
 
-def summary_of(sweep: Sweep, device: str, gpu: str, context: int) -> TuneSummary:
+def summary_of(sweep: Sweep, device: str, gpu: str, conditions: Conditions) -> TuneSummary:
     """What ``lynnc report --tune`` reads; ``device`` is a name of the table, ``gpu`` what the driver says."""
     return TuneSummary(
         schema=SCHEMA,
@@ -66,7 +67,7 @@ def summary_of(sweep: Sweep, device: str, gpu: str, context: int) -> TuneSummary
         budget=str(sweep.settings.get("budget", "")),
         seconds=sweep.seconds,
         is_simulated=sweep.is_simulated,
-        steps=tuple(_step(step, context) for step in sweep.steps if step.is_timed),
+        steps=tuple(_step(step, conditions.before(step.program)) for step in sweep.steps if step.is_timed),
         kernels=tuple(_study(found) for found in sweep.findings if found.is_raced),
     )
 

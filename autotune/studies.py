@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import random
 import re
 import time
@@ -25,7 +26,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
@@ -78,7 +79,9 @@ def open_storage(text: str) -> BaseStorage:
 class QuickJournal(JournalFileBackend):
     """Optuna's journal file, without waiting for the disk at each of the dozen entries of a candidate.
 
-    What was written survives the end of any process; only the machine's own failure could lose the last entries.
+    What was written survives the end of any process; only the machine's own failure could lose the last entries. A
+    line that a killed process or a full disk left half-written is cut off before the next one: with text behind it
+    nobody could read the file again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -90,18 +93,29 @@ class QuickJournal(JournalFileBackend):
         text = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
         self._own_lock.acquire()
         try:
-            with self._path.open("ab") as file:
+            with self._path.open("a+b") as file:
+                _cut_half_line(file)
                 file.write(text.encode())
         finally:
             self._own_lock.release()
+
+
+def _cut_half_line(file: BinaryIO) -> None:
+    """Shortens a file to its last whole line."""
+    end = file.seek(0, os.SEEK_END)
+    file.seek(max(end - 1, 0))
+    if file.read(1) not in (b"", b"\n"):
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _open_journal(path: Path) -> BaseStorage:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return JournalStorage(QuickJournal(path))
-    except (OSError, ValueError) as error:
-        raise OptionError(f"--storage {path} cannot be used as a journal ({error}): give another file.") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"{type(error).__name__}: {error}" if isinstance(error, KeyError | TypeError) else error
+        raise OptionError(f"--storage {path} cannot be used as a journal ({why}): give another file.") from error
 
 
 def _with_driver(url: str) -> str:

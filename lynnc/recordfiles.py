@@ -15,6 +15,7 @@ Example::
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -69,6 +70,20 @@ def load_records(
         known += _shipped_records()
     ours = tuple(item for item in known if item.record.device.arch == device.arch)
     return Records(device, ours, find_tools().triton_version or "")
+
+
+def check_records_folder(folder: Path, device: Identity) -> None:
+    """OutputError if records of a device could not be written there: to be known before they are measured."""
+    place = folder / device.name
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise OutputError(
+            f"No record can be written to {place} ({error.strerror or error}): give a writable folder with "
+            "--records-folder."
+        ) from error
 
 
 def write_user_record(folder: Path, record: Record) -> Path:

@@ -10,8 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
+from recorded import made, users
 
-from lynnc.autotune.publish import records_of
+from lynnc.autotune.conditions import Conditions
+from lynnc.autotune.publish import records_of, summary_of
 from lynnc.cli import tunerun
 from lynnc.cli.main import cli
 from lynnc.cli.tunefleet import run_workers, worker_commands
@@ -19,7 +21,7 @@ from lynnc.cli.tunewish import wish_of
 from lynnc.deviceidentity import identity_of
 from lynnc.errors import DeviceError
 from lynnc.record import RecordOrigin
-from lynnc.recordfiles import load_records
+from lynnc.recordfiles import load_records, write_user_record
 from lynnc.report.tuning import TuneSummary
 from lynnc.target import find_device
 
@@ -83,6 +85,21 @@ def test_a_simulation_leaves_records_that_say_so(tmp_path):
     (known,) = (one for one in load_records(identity_of(find_device("spark")), records).known if one.is_user)
     assert known.record.origin is RecordOrigin.SIMULATED and known.record.kernel == "embed"
     assert known.record.seconds and known.record.triton
+
+
+def test_a_records_folder_that_takes_none_is_known_before_anything_is_compiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(tunerun, "open_bench", lambda *arguments: pytest.fail("too late"))
+    (tmp_path / "file").write_text("")
+    result = lynnc("tune", "tiny-moe", "--simulate", "spark", "--records-folder", tmp_path / "file" / "below")
+    assert result.exit_code == 2 and "No record can be written" in result.stderr and "--records-folder" in result.stderr
+
+
+def test_the_summary_says_behind_how_many_tokens_each_step_was_measured(monkeypatch):
+    kept = []
+    monkeypatch.setattr(tunerun, "print_sweep", kept.append)
+    assert lynnc(*REHEARSE[:3], "--programs", "decode/1,prefill/16", "--kernels", "embed", "--trials", 8).exit_code == 0
+    summary = summary_of(kept[0], "h200", "made up", Conditions(behind=1021, behind_prompt=37))
+    assert {step.program: step.context for step in summary.steps} == {"decode/1": 1021, "prefill/16": 37}
 
 
 def test_workers_of_several_gpus_search_and_this_process_decides(tmp_path):
@@ -193,10 +210,12 @@ def test_completion(typed, expected):
 
 def test_exported_records_can_be_imported_elsewhere(tmp_path):
     records, file, other = tmp_path / "records", tmp_path / "h200.json", tmp_path / "other"
+    write_user_record(records, made(seconds=1e-6, triton="3.9.0"))
     result = lynnc("tune", "--export", file, "--simulate", "h200", "--records-folder", records)
     assert result.exit_code == 0 and "records of h200" in result.stderr and file.exists()
     result = lynnc("tune", "--import", file, "--records-folder", other)
-    assert result.exit_code == 0 and "records taken" in result.stderr
+    assert result.exit_code == 0 and "1 records taken" in result.stderr
+    assert users(other) == [made(seconds=1e-6, triton="3.9.0")], "what ships counts already"
 
 
 def test_a_record_is_made_of_every_race(monkeypatch):

@@ -23,6 +23,7 @@ from lynnc.record import RecordOrigin, parse_records, records_text
 from lynnc.recordfiles import (
     Imported,
     RecordChoice,
+    check_records_folder,
     default_records_folder,
     export_records,
     import_records,
@@ -107,6 +108,10 @@ def test_a_folder_that_cannot_be_read_holds_nothing_and_one_that_cannot_be_writt
         if folder.name != "none":
             with pytest.raises(OutputError, match=r"cannot be written .*--records-folder"):
                 write_user_record(folder, made())
+            with pytest.raises(OutputError, match=r"No record can be written .*--records-folder"):
+                check_records_folder(folder, HERE)
+    check_records_folder(tmp_path / "none", HERE)
+    assert users(tmp_path / "none") == [] and not any((tmp_path / "none" / "h200").iterdir())
 
 
 def test_a_file_system_that_refuses_to_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

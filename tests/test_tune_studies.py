@@ -163,6 +163,25 @@ def test_a_killed_run_goes_on_and_has_lost_nothing_finished(storage):
     assert all(found.is_raced for found in sweep.findings)
 
 
+def test_a_half_written_line_costs_a_journal_nothing_else(tmp_path):
+    path = tmp_path / "journal"
+    made = rig(str(path), "a")
+    study = made.tuner().study(made.tasks[0])
+    study.finish(study.draw(), TIMED)
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole.splitlines()[-1][:-20])
+    study.finish(study.draw(), TIMED)
+    found = rig(str(path), "a").tuner().study(made.tasks[0]).tried()
+    assert [tried.outcome for tried in found] == [TIMED, TIMED] and path.read_bytes().startswith(whole)
+
+
+@pytest.mark.parametrize("line", [b'{"a":1}\n', b"[1]\n", b"no JSON\n{}\n", b"\xfa\n{}\n"])
+def test_a_file_that_is_no_journal_is_refused(line, tmp_path):
+    (tmp_path / "journal").write_bytes(line)
+    with pytest.raises(OptionError, match="cannot be used as a journal"):
+        open_storage(str(tmp_path / "journal"))
+
+
 def test_an_interrupted_search_puts_back_what_it_holds(tmp_path):
     made = rig(str(tmp_path / "journal"), "a")
     tuner = made.tuner(ahead=5)

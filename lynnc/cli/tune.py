@@ -98,7 +98,7 @@ def run(arguments: Arguments) -> None:
         _export(arguments, arguments.export_to)
     elif arguments.import_from:
         taken = import_records(arguments.import_from, records_folder(arguments.records_folder))
-        note(f"{taken.taken} records taken, {taken.kept} known better, {taken.outdated} of other templates left out.")
+        note(f"{taken.taken} records taken, {taken.kept} no better than known ones, {taken.outdated} of other templates left out.")
     else:
         _tune(arguments)
 

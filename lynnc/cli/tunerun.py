@@ -37,6 +37,7 @@ from lynnc.jsonform import encode
 from lynnc.model import ModelSpec
 from lynnc.outputfile import write_file
 from lynnc.plan import Options
+from lynnc.recordfiles import check_records_folder
 from lynnc.runtime.cudadevice import open_device
 from lynnc.store import Store, cache_folder
 from lynnc.target import Device, find_device
@@ -60,6 +61,8 @@ def tune(arguments: Arguments, wish: Wish) -> None:
     """The whole of it; an interrupted run says how to go on."""
     budget = Budget(wish.seconds, wish.trials)
     subject = _subject(wish, arguments)
+    if not (arguments.rehearse or arguments.search_only):
+        check_records_folder(records_folder(arguments.records_folder), subject.identity)
     storage = arguments.storage or _usual_storage(subject)
     run = Run(open_storage(storage), _run_name(arguments, subject, storage), Worker.here(arguments.seed))
     with ExitStack() as stack:
@@ -181,7 +184,7 @@ def _publish(arguments: Arguments, subject: Subject, sweep: Sweep) -> None:
         folder = records_folder(arguments.records_folder)
         count = write_records(sweep, subject.identity, folder)
         note(f"{count} records of {subject.identity.name} written to {folder}.")
-    summary = summary_of(sweep, subject.device.name, subject.gpu, Conditions().before(DECODE))
+    summary = summary_of(sweep, subject.device.name, subject.gpu, Conditions())
     if arguments.output:
         write_file(arguments.output, encode(summary) + "\n", arguments.force)
     if arguments.as_json:

@@ -28,6 +28,8 @@ from lynnc.target import find_device
 
 SCHEMA = 2
 """Grows when the form of a summary changes."""
+LONGEST_SECONDS = 86400.0
+"""No launch and no step takes a day: such a time is damage."""
 Knobs = Mapping[str, int]
 
 
@@ -164,14 +166,16 @@ def _complaints(summary: TuneSummary) -> Iterator[str]:
         yield f"the run took {summary.seconds} s"
     for step in summary.steps:
         if not all(map(_is_time, (step.default_seconds, step.before_seconds, step.best_seconds))):
-            yield f"a time of the step {step.program} is not above 0"
+            yield f"a time of the step {step.program} cannot be"
+        if not 0 <= step.best_spread < LONGEST_SECONDS:
+            yield f"the spread of the step {step.program} is {step.best_spread} s"
     for study in summary.kernels:
         yield from _study_complaints(study, f"{study.kernel} of {study.program}")
 
 
 def _study_complaints(study: KernelStudy, where: str) -> Iterator[str]:
     if not all(map(_is_time, (study.default_seconds, study.best_seconds))) or study.launches < 1:
-        yield f"{where} has a time or a number of launches that is not above 0"
+        yield f"{where} has a time or a number of launches that cannot be"
     if min(study.refused.values(), default=0) < 0:
         yield f"{where} has a negative number of refusals"
     if not all(map(math.isfinite, study.importance.values())):
@@ -184,7 +188,7 @@ def _study_complaints(study: KernelStudy, where: str) -> Iterator[str]:
 
 
 def _is_time(seconds: float) -> bool:
-    return math.isfinite(seconds) and seconds > 0
+    return 0 < seconds < LONGEST_SECONDS
 
 
 def read_summary(path: Path, plan: Plan) -> TuneSummary:
