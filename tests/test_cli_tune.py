@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
+from lynnc.autotune.conditions import Conditions
 from lynnc.autotune.publish import records_of
 from lynnc.cli import tunerun
 from lynnc.cli.main import cli
@@ -53,6 +54,18 @@ def test_the_summary_is_what_the_report_reads(tmp_path):
     assert (summary.model, summary.device, summary.seed, summary.is_simulated) == ("tiny-moe", "h200", 3, True)
     assert {study.kernel for study in summary.kernels} == {"embed", "gdn_step"}
     assert summary.counts["timed"] > 10 and summary.steps[0].program == "decode/1"
+
+
+def test_a_step_of_the_summary_says_how_many_tokens_stood_before_it():
+    """Prompts are measured near the start of a sequence, and with knobs of their own."""
+    result = lynnc("tune", "tiny-moe", "--rehearse", "--programs", "decode/1,prefill/16", "--trials", 9, "--json")
+    summary = TuneSummary.from_dict(json.loads(result.stdout))
+    before = Conditions().before
+    assert {step.program: step.context for step in summary.steps} == {
+        "decode/1": before("decode/1"),
+        "prefill/16": before("prefill/16"),
+    }
+    assert before("decode/1") != before("prefill/16") and summary.budget == "9 candidates"
 
 
 def test_a_run_goes_on_with_what_was_kept():

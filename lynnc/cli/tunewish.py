@@ -78,7 +78,7 @@ def wish_of(arguments: Arguments) -> Wish:
     if arguments.simulate and (arguments.device or arguments.devices):
         raise OptionError(f"--simulate {arguments.simulate} needs no GPU: leave --device and --devices out.")
     budget = arguments.budget or (USUAL_BUDGET if arguments.trials is None else None)
-    words = (budget, f"{arguments.trials} candidates" if arguments.trials else None)
+    words = (budget, f"{arguments.trials} candidate{'s' * (arguments.trials > 1)}" if arguments.trials else None)
     return Wish(
         model=arguments.model,
         gpus=gpus,
