@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lynnc.autotune.conditions import Conditions
 from lynnc.autotune.sweep import Finding, StepFinding, Sweep
 from lynnc.autotune.trial import Status
 from lynnc.deviceidentity import Identity
@@ -55,8 +54,9 @@ def write_records(sweep: Sweep, device: Identity, folder: Path) -> int:
     return len(records)
 
 
-def summary_of(sweep: Sweep, device: str, gpu: str, conditions: Conditions) -> TuneSummary:
-    """What ``lynnc report --tune`` reads; ``device`` is a name of the table, ``gpu`` what the driver says."""
+def summary_of(sweep: Sweep, device: str, gpu: str, before: Callable[[str], int]) -> TuneSummary:
+    """What ``lynnc report --tune`` reads; ``device`` is a name of the table, ``gpu`` what the driver says, ``before``
+    how many tokens stood before a program's steps."""
     return TuneSummary(
         schema=SCHEMA,
         lynnc=VERSION,
@@ -67,7 +67,7 @@ def summary_of(sweep: Sweep, device: str, gpu: str, conditions: Conditions) -> T
         budget=str(sweep.settings.get("budget", "")),
         seconds=sweep.seconds,
         is_simulated=sweep.is_simulated,
-        steps=tuple(_step(step, conditions.before(step.program)) for step in sweep.steps if step.is_timed),
+        steps=tuple(_step(step, before(step.program)) for step in sweep.steps if step.is_timed),
         kernels=tuple(_study(found) for found in sweep.findings if found.is_raced),
     )
 

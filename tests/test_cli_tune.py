@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from recorded import made, users
 
 from lynnc.autotune.conditions import Conditions
-from lynnc.autotune.publish import records_of, summary_of
+from lynnc.autotune.publish import records_of
 from lynnc.cli import tunerun
 from lynnc.cli.main import cli
 from lynnc.cli.tunefleet import run_workers, worker_commands
@@ -57,6 +57,18 @@ def test_the_summary_is_what_the_report_reads(tmp_path):
     assert summary.counts["timed"] > 10 and summary.steps[0].program == "decode/1"
 
 
+def test_a_step_of_the_summary_says_how_many_tokens_stood_before_it():
+    """Prompts are measured near the start of a sequence, and with knobs of their own."""
+    result = lynnc("tune", "tiny-moe", "--rehearse", "--programs", "decode/1,prefill/16", "--trials", 9, "--json")
+    summary = TuneSummary.from_dict(json.loads(result.stdout))
+    before = Conditions().before
+    assert {step.program: step.context for step in summary.steps} == {
+        "decode/1": before("decode/1"),
+        "prefill/16": before("prefill/16"),
+    }
+    assert before("decode/1") != before("prefill/16") and summary.budget == "9 candidates"
+
+
 def test_a_run_goes_on_with_what_was_kept():
     first = lynnc(*REHEARSE, "--trials", 4, "--json")
     second = lynnc(*REHEARSE, "--trials", 4, "--json", "--resume")
@@ -92,14 +104,6 @@ def test_a_records_folder_that_takes_none_is_known_before_anything_is_compiled(t
     (tmp_path / "file").write_text("")
     result = lynnc("tune", "tiny-moe", "--simulate", "spark", "--records-folder", tmp_path / "file" / "below")
     assert result.exit_code == 2 and "No record can be written" in result.stderr and "--records-folder" in result.stderr
-
-
-def test_the_summary_says_behind_how_many_tokens_each_step_was_measured(monkeypatch):
-    kept = []
-    monkeypatch.setattr(tunerun, "print_sweep", kept.append)
-    assert lynnc(*REHEARSE[:3], "--programs", "decode/1,prefill/16", "--kernels", "embed", "--trials", 8).exit_code == 0
-    summary = summary_of(kept[0], "h200", "made up", Conditions(behind=1021, behind_prompt=37))
-    assert {step.program: step.context for step in summary.steps} == {"decode/1": 1021, "prefill/16": 37}
 
 
 def test_workers_of_several_gpus_search_and_this_process_decides(tmp_path):

@@ -184,7 +184,7 @@ def _publish(arguments: Arguments, subject: Subject, sweep: Sweep) -> None:
         folder = records_folder(arguments.records_folder)
         count = write_records(sweep, subject.identity, folder)
         note(f"{count} records of {subject.identity.name} written to {folder}.")
-    summary = summary_of(sweep, subject.device.name, subject.gpu, Conditions())
+    summary = summary_of(sweep, subject.device.name, subject.gpu, Conditions().before)
     if arguments.output:
         write_file(arguments.output, encode(summary) + "\n", arguments.force)
     if arguments.as_json:
