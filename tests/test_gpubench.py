@@ -266,15 +266,27 @@ def test_an_interrupted_task_leaves_no_answer_behind(monkeypatch: pytest.MonkeyP
         assert bench.measure(OTHER, 9).repeats == 9
 
 
-def test_a_bench_needs_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan is compiled, saved and loaded by the process, which says why it goes no further."""
+def test_a_bench_whose_plan_does_not_compile_leaves_no_process_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them have begun before there is a plan."""
+    begun: list[int] = []
+    begin = ChildProcess.begin
+
+    def watched(self: ChildProcess) -> None:
+        begin(self)
+        assert self._process is not None
+        begun.append(self._process.pid)
 
     def compiled(*_: object) -> object:
-        raise CompileError("This would take a while.")
+        assert len(begun) == 1 and is_running(begun[0])
+        raise CompileError("No registers left.")
 
+    monkeypatch.setattr(ChildProcess, "begin", watched)
     monkeypatch.setattr("lynnc.autotune.gpubench.compile_baseline", compiled)
-    with pytest.raises(CompileError):
+    with pytest.raises(CompileError, match="No registers left"):
         open_gpu_bench(DENSE.spec, REQUEST, Store(tmp_path))
+    assert not is_running(begun[0])
 
 
 def source(text: str = "    tl.store(x, tl.load(x) + BLOCK)\n", label: str = "") -> KernelSource:

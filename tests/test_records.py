@@ -112,6 +112,9 @@ def test_records_of_the_triton_that_compiles_come_before_faster_ones_of_another(
     users = Known(replace(other, seconds=3e-6), is_user=True)
     match = best_record(Records(HERE, (Known(own), users), "3.9.0"), LINEAR, PROBLEM, H200.target)
     assert match and match.text == "record h200", "the user has another Triton by now"
+    near = Known(at(8000, knobs={"BLOCK_N": 8}, triton="3.9.0"))
+    match = best_record(Records(HERE, (near, Known(other)), "3.9.0"), LINEAR, PROBLEM, H200.target)
+    assert match and match.text == "record h200 of Triton 3.6", "exact ones come first all the same"
 
 
 NUMBERS = st.integers(0, 1 << 20)

@@ -98,7 +98,8 @@ def run(arguments: Arguments) -> None:
         _export(arguments, arguments.export_to)
     elif arguments.import_from:
         taken = import_records(arguments.import_from, records_folder(arguments.records_folder))
-        note(f"{taken.taken} records taken, {taken.kept} no better than known ones, {taken.outdated} of other templates left out.")
+        known, outdated = f"{taken.kept} no better than known ones", f"{taken.outdated} of other templates left out"
+        note(f"{taken.taken} records taken, {known}, {outdated}.")
     else:
         _tune(arguments)
 
