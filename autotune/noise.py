@@ -25,6 +25,8 @@ SIGMAS = 2.0
 """Standard errors by which a time must be less to count as less."""
 FLOOR = 0.01
 """Part of a time below which no difference counts: clocks and neighbours move it by as much between two processes."""
+SIMULATED_FLOOR = 0.25
+"""The same for predicted times: by less they say nothing, see ``benchmarks/results/h200-ranking.json``."""
 STEP_FLOOR = 0.003
 """The same for whole steps, which are measured in turns in one process."""
 

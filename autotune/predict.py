@@ -2,8 +2,9 @@
 
 In: a task, how its candidate came out of the compiler, a device. Out: seconds that are good for ranking and nothing
 else. The model: multiprocessors that stay idle, blocks that fit on one at once (registers, shared memory, threads),
-bytes in flight against what the memory's latency asks for, instructions of the hot loop against what can be issued, and
-matrix products against the peak; spilled registers pass through memory twice. Latency and clock are assumed.
+bytes in flight against what the memory's latency asks for, instructions of the hot loop against what can be issued,
+passes of a loop that follow each other, and matrix products against the peak; spilled registers pass through memory
+twice. Latency and clock are assumed.
 
 Example::
 
@@ -26,6 +27,9 @@ from lynnc.target import Device
 WARP = 32
 LATENCY_SECONDS = 0.7e-6
 """From a load to its data, under load."""
+PASS_SECONDS = 1.2e-6
+"""A pass of a loop that waits for its own loads; several stages wait for several passes at once. Chosen with the
+candidates of a run on an H200, see ``benchmarks/results/h200-ranking.json``."""
 CLOCK_HZ = 1.7e9
 SCHEDULERS = 4
 """Of a multiprocessor, each of which issues one instruction of a warp in a cycle."""
@@ -49,18 +53,19 @@ class Build:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What each resource would take by itself, in seconds, and the blocks that a multiprocessor holds at once."""
+    """What each resource, and waiting, would take by itself, in seconds; the blocks that a multiprocessor holds."""
 
     memory_s: float
     issue_s: float
     compute_s: float
+    wait_s: float
     launch_s: float
     blocks: int
 
     @property
     def seconds(self) -> float:
         """The longest of them, and the launch."""
-        return max(self.memory_s, self.issue_s, self.compute_s) + self.launch_s
+        return max(self.memory_s, self.issue_s, self.compute_s, self.wait_s) + self.launch_s
 
 
 def resident_blocks(artifact: Artifact, device: Device) -> int:
@@ -85,12 +90,15 @@ def predict(task: Task, knobs: Knobs, build: Build, device: Device) -> Predictio
     in_flight = warps * WARP * max(mix.load_bytes, 1)
     wanted = device.bandwidth_bytes_per_s * LATENCY_SECONDS / device.sm_count
     spilled = 2 * artifact.spill_bytes * artifact.threads * build.programs / device.bandwidth_bytes_per_s
-    issued = _warp_passes(task, knobs, build) * mix.instructions
+    passes = _warp_passes(task, knobs, build)
+    in_turn = passes / (build.programs * (artifact.threads // WARP)) * -(-on_each // min(blocks, on_each))
+    stages = knobs.get("num_stages", 1) if mix.is_loop else 1
     a_second = device.sm_count * SCHEDULERS * CLOCK_HZ * min(1.0, warps / WARPS_TO_ISSUE)
     return Prediction(
         memory_s=task.estimate.memory_s / (busy * min(1.0, in_flight / wanted)) + spilled,
-        issue_s=issued / (a_second * busy),
+        issue_s=passes * mix.instructions / (a_second * busy),
         compute_s=task.estimate.compute_s / busy,
+        wait_s=in_turn * PASS_SECONDS / stages,
         launch_s=device.launch_overhead_s,
         blocks=blocks,
     )

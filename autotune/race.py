@@ -11,9 +11,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lynnc.autotune.noise import is_faster, joined, winner
+from lynnc.autotune.noise import FLOOR, is_faster, joined, winner
 from lynnc.autotune.problems import Task
-from lynnc.autotune.search import candidate_of
+from lynnc.autotune.search import Setting, candidate_of
 from lynnc.autotune.studies import KnobStudy
 from lynnc.autotune.sweep import Tried
 from lynnc.autotune.trial import Bench, Outcome, Status
@@ -38,11 +38,12 @@ class Contender:
 @dataclass(frozen=True, slots=True)
 class Race:
     """Contenders of a task, the default first, then records, then the others by their earlier times; ``in_use`` are the
-    knobs that the compiler would take now."""
+    knobs that the compiler would take now, ``floor`` the part by which a time must be less to count as less."""
 
     task: Task
     contenders: tuple[Contender, ...]
     in_use: Knobs
+    floor: float = FLOOR
 
     @property
     def default(self) -> Contender:
@@ -58,7 +59,7 @@ class Race:
     @property
     def best(self) -> Contender:
         """Who won; the default in a tie."""
-        return self.contenders[winner([contender.outcome for contender in self.contenders])]
+        return self.contenders[winner([contender.outcome for contender in self.contenders], self.floor)]
 
     @property
     def challengers(self) -> tuple[Contender, ...]:
@@ -66,7 +67,9 @@ class Race:
         holder, best = self.incumbent, self.best
         if best is holder:
             return ()
-        others = [one for one in self.contenders if one is not best and is_faster(one.outcome, holder.outcome)]
+        others = [
+            one for one in self.contenders if one is not best and is_faster(one.outcome, holder.outcome, self.floor)
+        ]
         return (best, *sorted(others, key=lambda one: one.outcome.seconds))
 
     @property
@@ -77,7 +80,7 @@ class Race:
         return self.task.launches * (self.incumbent.outcome.seconds - self.best.outcome.seconds)
 
 
-def promise(task: Task, study: KnobStudy, in_use: Knobs) -> float:
+def promise(task: Task, study: KnobStudy, in_use: Knobs, floor: float = FLOOR) -> float:
     """Seconds of a step that a race may save, by the times of the search: 0 if it has nothing to decide, infinite where
     what is in use was not timed."""
     timed = _timed(study)
@@ -85,15 +88,15 @@ def promise(task: Task, study: KnobStudy, in_use: Knobs) -> float:
     best = min((tried.outcome for tried in timed), key=lambda outcome: outcome.seconds, default=None)
     if holder is None or best is None:
         return math.inf
-    return task.launches * (holder.seconds - best.seconds) if is_faster(best, holder) else 0.0
+    return task.launches * (holder.seconds - best.seconds) if is_faster(best, holder, floor) else 0.0
 
 
-def unraced(task: Task, study: KnobStudy, device: Device, in_use: Knobs) -> Race:
+def unraced(task: Task, study: KnobStudy, setting: Setting, in_use: Knobs) -> Race:
     """The default and the record in use with their times of the search."""
     timed = _timed(study)
-    entered = _unchallenged(task.default(device), in_use)
+    entered = _unchallenged(task.default(setting.device), in_use)
     contenders = [Contender(knobs, origin, _outcome_of(knobs, timed) or UNTIMED) for knobs, origin in entered]
-    return Race(task, tuple(contenders), in_use)
+    return Race(task, tuple(contenders), in_use, setting.floor)
 
 
 def _timed(study: KnobStudy) -> list[Tried]:
@@ -104,9 +107,9 @@ def _outcome_of(knobs: Knobs, timed: Sequence[Tried]) -> Outcome | None:
     return next((tried.outcome for tried in timed if dict(tried.knobs) == dict(knobs)), None)
 
 
-def run_race(task: Task, study: KnobStudy, bench: Bench, device: Device, in_use: Knobs) -> Race:
+def run_race(task: Task, study: KnobStudy, bench: Bench, setting: Setting, in_use: Knobs) -> Race:
     """Everyone in turns, ``ROUNDS`` times; who fails once is out."""
-    entered = _entered(task, study, device, in_use)
+    entered = _entered(task, study, setting.device, in_use)
     bench.prepare([candidate_of(task, knobs) for knobs, _ in entered])
     rounds: list[list[Outcome]] = [[] for _ in entered]
     for _ in range(ROUNDS):
@@ -116,7 +119,7 @@ def run_race(task: Task, study: KnobStudy, bench: Bench, device: Device, in_use:
     contenders = tuple(
         Contender(knobs, origin, joined(outcomes)) for (knobs, origin), outcomes in zip(entered, rounds, strict=True)
     )
-    return Race(task, contenders, in_use)
+    return Race(task, contenders, in_use, setting.floor)
 
 
 def _entered(task: Task, study: KnobStudy, device: Device, in_use: Knobs) -> list[tuple[Knobs, str]]:

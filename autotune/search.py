@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from lynnc.autotune.bounds import identity, least_bound, lower_bound
 from lynnc.autotune.budget import Allowance, Budget
 from lynnc.autotune.legalspace import LegalSpace
-from lynnc.autotune.noise import difference_that_counts
+from lynnc.autotune.noise import FLOOR, difference_that_counts
 from lynnc.autotune.problems import Task
 from lynnc.autotune.studies import KnobStudy, Ticket
 from lynnc.autotune.sweep import Tried
@@ -54,12 +54,13 @@ Say = Callable[[Task, Tried], None]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the roofline needs, and the seed of random choices."""
+    """What the roofline needs, the seed of random choices, and by what part a time must be less to count as less."""
 
     device: Device
     context: int = 4096
     seed: int = 0
     ahead: int = AHEAD
+    floor: float = FLOOR
 
 
 class Search:

@@ -128,16 +128,16 @@ class Tuner:
             study = self.study(task)
             study.replace_lost()
             if any(tried.outcome.is_timed for tried in study.tried()):
-                promises[task.key] = promise(task, study, in_use[task.key])
+                promises[task.key] = promise(task, study, in_use[task.key], self._setting.floor)
         end = 0.0 if math.isinf(budget.seconds_left) else (1 - RACING) * budget.seconds_left
         races: dict[Key, Race] = {}
         known = [task for task in self.tasks if task.key in promises]
         for task in sorted(known, key=lambda task: -promises[task.key]):
             study, holder = self.study(task), in_use[task.key]
             if not promises[task.key]:
-                races[task.key] = unraced(task, study, self._setting.device, holder)
+                races[task.key] = unraced(task, study, self._setting, holder)
             elif budget.seconds_left > end or not races:
-                races[task.key] = run_race(task, study, self._bench, self._setting.device, holder)
+                races[task.key] = run_race(task, study, self._bench, self._setting, holder)
         return [races[task.key] for task in known if task.key in races]
 
     def _in_use(self, task: Task, records: Records) -> Knobs:

@@ -25,10 +25,10 @@ from measuring import Bench, Record, Usage, report
 from safetensors.torch import save_file
 
 from lynnc.build import build_graph
-from lynnc.ir import Format, Weight
 from lynnc.model import Mixer, ModelSpec
 from lynnc.modelfile import dump_model, load_model
 from lynnc.runtime.weights.quantise import quantise_nvfp4
+from lynnc.tensors import Format, Weight
 
 RUNS = 3
 MATRIX = (65536, 2048)

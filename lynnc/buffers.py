@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from lynnc.ir import Dim, Graph, T
+from lynnc.ir import Graph
 from lynnc.plan import TensorPlace, aligned
+from lynnc.tensors import Dim, T
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,11 @@ from types import MappingProxyType
 
 from lynnc.builder import Builder
 from lynnc.feedforward import feed_forward
-from lynnc.ir import Add, Advance, Argmax, Dim, DType, Embed, Graph, LastRow, Linear, RmsNorm, S, Stage, T
+from lynnc.ir import Graph, Stage
 from lynnc.mixers import MIXERS
 from lynnc.model import ModelSpec
+from lynnc.ops import Add, Advance, Argmax, Embed, LastRow, Linear, RmsNorm
+from lynnc.tensors import Dim, DType, S, T
 
 
 def build_graph(spec: ModelSpec, rows: Dim = T) -> Graph:

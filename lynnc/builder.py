@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from lynnc.ir import Dim, DType, Format, Linear, Op, Part, State, Tensor, Weight
+from lynnc.ir import Op
 from lynnc.model import ModelSpec
+from lynnc.ops import Linear
+from lynnc.tensors import Dim, DType, Format, Part, State, Tensor, Weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from lynnc.choose import choose_all
 from lynnc.compile import KernelSource, Progress, compile_kernels
 from lynnc.deviceidentity import identity_of
 from lynnc.fields import Place
-from lynnc.ir import Graph, T
+from lynnc.ir import Graph
 from lynnc.layout import LAYOUT, weight_entries
 from lynnc.lower import KernelCall, Lowered, lower
 from lynnc.model import ModelSpec
@@ -38,6 +38,7 @@ from lynnc.recordfiles import load_records
 from lynnc.records import Records
 from lynnc.store import Store
 from lynnc.target import Device, Target
+from lynnc.tensors import T
 from lynnc.tools import find_tools
 from lynnc.verify import verify
 from lynnc.version import VERSION

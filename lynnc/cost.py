@@ -16,9 +16,10 @@ from typing import Any, TypeAlias
 
 import sympy
 
-from lynnc import ir, promptops
-from lynnc.ir import Graph, Op, S
+from lynnc import mixerops, ops, promptops
+from lynnc.ir import Graph, Op, primitive_ops
 from lynnc.target import Device
+from lynnc.tensors import S, T
 
 Expr: TypeAlias = sympy.Expr | int
 
@@ -67,7 +68,7 @@ class Estimate:
 
 def cost(graph: Graph, op: Op) -> Cost:
     """The cost of one op or launch of the graph."""
-    body = ir.primitive_ops(op)
+    body = primitive_ops(op)
     touched = dict.fromkeys((*op.reads, *op.writes))
     shares = _used_shares(body)
     activations = sum((_tensor_bytes(graph, name) * shares.get(name, 1) for name in touched), sympy.Integer(0))
@@ -105,7 +106,7 @@ def _shapes(graph: Graph, op: Op) -> object:
 @cache
 def evaluate_formula(formula: Expr, rows: int, context: int) -> float:
     """The number that a formula gives for T = ``rows`` and S = ``context``."""
-    return float(sympy.sympify(formula).subs({ir.T: rows, S: context}))
+    return float(sympy.sympify(formula).subs({T: rows, S: context}))
 
 
 def estimate(cost_of_op: Cost, rows: int, context: int, device: Device) -> Estimate:
@@ -136,7 +137,7 @@ def _used_shares(body: tuple[Op, ...]) -> Mapping[str, Expr]:
     return {
         op.partial: sympy.Min(1, sympy.ceiling(S / op.tile) / op.splits)
         for op in body
-        if isinstance(op, ir.AttentionPartial | ir.AttentionCombine)
+        if isinstance(op, mixerops.AttentionPartial | mixerops.AttentionCombine)
     }
 
 
@@ -150,14 +151,14 @@ def _weight_bytes(graph: Graph, op: Op) -> Expr:
     for name in op.names("weight"):
         weight = graph.weights[name]
         share = sympy.Rational(weight.bytes, max(weight.experts * weight.rows, 1))
-        if isinstance(op, ir.ExpertLinear | promptops.GroupedLinear):
+        if isinstance(op, ops.ExpertLinear | promptops.GroupedLinear):
             used = distinct_experts(weight.experts, int(graph.tensors[op.out].shape[1]), _rows(graph, op))
             total += used * weight.rows * share
         elif isinstance(op, promptops.PartialLinear):
             total += int(graph.tensors[op.out].shape[-1]) * share
-        elif isinstance(op, ir.Linear | promptops.QuantisedLinear):
+        elif isinstance(op, ops.Linear | promptops.QuantisedLinear):
             total += graph.tensors[op.out].width * share
-        elif isinstance(op, ir.Embed):
+        elif isinstance(op, ops.Embed):
             total += _rows(graph, op) * share
         else:
             total += weight.bytes
@@ -173,16 +174,16 @@ def _attention_bytes(graph: Graph, op: Any) -> Expr:
     return 2 * op.kv_heads * S * op.head_dim * 2
 
 
-def _append_bytes(graph: Graph, op: ir.CacheAppend) -> Expr:
+def _append_bytes(graph: Graph, op: mixerops.CacheAppend) -> Expr:
     return graph.tensors[op.k].shape[0] * 2 * op.kv_heads * op.head_dim * 2
 
 
-def _delta_bytes(graph: Graph, op: ir.GatedDelta | promptops.DeltaScan) -> Expr:
+def _delta_bytes(graph: Graph, op: mixerops.GatedDelta | promptops.DeltaScan) -> Expr:
     """A slot's state is read and written once a step."""
     return sympy.Integer(2 * op.value_heads * op.key_dim * op.value_dim * 4)
 
 
-def _conv_bytes(graph: Graph, op: ir.CausalConv) -> Expr:
+def _conv_bytes(graph: Graph, op: mixerops.CausalConv) -> Expr:
     """The inputs before the step are read, and those of the step kept as far as the ring holds them."""
     return graph.tensors[op.x].width * 2 * (op.width - 1 + sympy.Min(_rows(graph, op), op.ring))
 
@@ -207,7 +208,7 @@ def _attention_flops(graph: Graph, op: Any) -> Expr:
     return 4 * rows * op.heads * op.head_dim * (S - sympy.Rational(1, 2) * (rows - 1))
 
 
-def _delta_flops(graph: Graph, op: ir.GatedDelta) -> Expr:
+def _delta_flops(graph: Graph, op: mixerops.GatedDelta) -> Expr:
     """Decay, prediction, update and read of the state for each row."""
     return 7 * _rows(graph, op) * op.value_heads * op.key_dim * op.value_dim
 
@@ -222,7 +223,7 @@ def _scan_flops(graph: Graph, op: promptops.DeltaScan) -> Expr:
     return _rows(graph, op) * op.value_heads * op.value_dim * (6 * op.key_dim + 4 * op.chunk)
 
 
-def _conv_flops(graph: Graph, op: ir.CausalConv) -> Expr:
+def _conv_flops(graph: Graph, op: mixerops.CausalConv) -> Expr:
     return 2 * op.width * _rows(graph, op) * graph.tensors[op.x].width
 
 
@@ -242,39 +243,39 @@ def _rule(table: Mapping[type[Op], Callable[[Graph, Any], Expr]], op: Op) -> Cal
 
 _STATE_BYTES: Mapping[type[Op], Callable[[Graph, Any], Expr]] = MappingProxyType(
     {
-        ir.Attention: _attention_bytes,
-        ir.AttentionPartial: _attention_bytes,
-        ir.CacheAppend: _append_bytes,
-        ir.GatedDelta: _delta_bytes,
+        mixerops.Attention: _attention_bytes,
+        mixerops.AttentionPartial: _attention_bytes,
+        mixerops.CacheAppend: _append_bytes,
+        mixerops.GatedDelta: _delta_bytes,
         promptops.DeltaScan: _delta_bytes,
-        ir.CausalConv: _conv_bytes,
+        mixerops.CausalConv: _conv_bytes,
     }
 )
 
 _FLOPS: Mapping[type[Op], Callable[[Graph, Any], Expr]] = MappingProxyType(
     {
-        ir.Linear: _linear_flops,
+        ops.Linear: _linear_flops,
         promptops.PartialLinear: _partial_flops,
         promptops.SumParts: _sum_flops,
         promptops.QuantisedLinear: _linear_flops,
         promptops.QuantiseActivations: _elementwise(32),
-        ir.ExpertLinear: _linear_flops,
+        ops.ExpertLinear: _linear_flops,
         promptops.GroupedLinear: _linear_flops,
-        ir.Attention: _attention_flops,
-        ir.AttentionPartial: _attention_flops,
-        ir.GatedDelta: _delta_flops,
+        mixerops.Attention: _attention_flops,
+        mixerops.AttentionPartial: _attention_flops,
+        mixerops.GatedDelta: _delta_flops,
         promptops.DeltaChunk: _chunk_flops,
         promptops.DeltaScan: _scan_flops,
-        ir.CausalConv: _conv_flops,
-        ir.RmsNorm: _elementwise(4),
-        ir.GatedNorm: _elementwise(8),
-        ir.HeadNormRope: _elementwise(8),
-        ir.SiluMul: _elementwise(5),
-        ir.Add: _elementwise(1),
-        ir.Combine: _elementwise(2),
-        ir.SharedAdd: _elementwise(3),
-        ir.OutputGate: _elementwise(4),
-        ir.AttentionCombine: _elementwise(4),
-        ir.DeltaGates: _elementwise(8),
+        mixerops.CausalConv: _conv_flops,
+        ops.RmsNorm: _elementwise(4),
+        mixerops.GatedNorm: _elementwise(8),
+        mixerops.HeadNormRope: _elementwise(8),
+        ops.SiluMul: _elementwise(5),
+        ops.Add: _elementwise(1),
+        ops.Combine: _elementwise(2),
+        ops.SharedAdd: _elementwise(3),
+        mixerops.OutputGate: _elementwise(4),
+        mixerops.AttentionCombine: _elementwise(4),
+        mixerops.DeltaGates: _elementwise(8),
     }
 )

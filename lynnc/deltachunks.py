@@ -2,7 +2,7 @@
 
 In: q, k [T, H, K] and v [T, H, V] as the convolution left them, one key per value head; beta, g [T, H]; position and
 slot of each row. Chunks are fixed multiples of rows of the step. A *run* is rows of one slot that follow each other;
-rows of different runs do not meet. Out: what ``lynnc.ir`` says of the two ops. Together they are GatedDelta.
+rows of different runs do not meet. Out: what ``lynnc.promptops`` says of the two ops. Together they are GatedDelta.
 
 Example::
 

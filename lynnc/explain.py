@@ -19,21 +19,21 @@ from statistics import fmean
 
 import sympy
 
-from lynnc import ir
 from lynnc.build import build_graph
 from lynnc.cost import Cost, Estimate, costs, estimate, evaluate_formula
-from lynnc.ir import Graph, T
+from lynnc.ir import Graph
 from lynnc.model import ModelSpec
 from lynnc.passes import run_passes
 from lynnc.programs import PREFILL, most_rows, program_rows
 from lynnc.target import Device
+from lynnc.tensors import T
 from lynnc.verify import verify
 
 DECODE_ROWS = (1, 2, 4, 8)
 PREFILL_ROWS = (16, 64, 512, 2048)
 
 _DECODE_T = sympy.Symbol("T", positive=True)
-"""Rows of a decode step as a symbol; not ``ir.T``, which stands for prefill when a graph is built."""
+"""Rows of a decode step as a symbol; not ``T``, which stands for prefill when a graph is built."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class CostGroup:
 
 
 def group_ops(graph: Graph) -> tuple[CostGroup, ...]:
-    """The launches of a fused graph by kind and cost, in order of first use; formulas are in ``ir.T`` and ``ir.S``."""
+    """The launches of a fused graph by kind and cost, in order of first use; formulas are in ``T`` and ``S``."""
     found: dict[tuple[str, str, Cost], int] = {}
     formulas = costs(graph)
     for op in graph.ops:
@@ -141,7 +141,7 @@ def group_ops(graph: Graph) -> tuple[CostGroup, ...]:
 
 def _in_t(formula: Cost) -> Cost:
     parts = (formula.weight_bytes, formula.state_bytes, formula.activation_bytes, formula.flops)
-    return Cost(*(sympy.sympify(part).subs(_DECODE_T, ir.T) for part in parts))
+    return Cost(*(sympy.sympify(part).subs(_DECODE_T, T) for part in parts))
 
 
 def _step(groups: Sequence[CostGroup], program: str, rows: int, question: Question) -> Step:

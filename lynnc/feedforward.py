@@ -6,8 +6,9 @@ In: the builder, a layer's number and its normed input. Out: the name of the blo
 from __future__ import annotations
 
 from lynnc.builder import Builder, Projection
-from lynnc.ir import Combine, DType, ExpertLinear, Linear, SharedAdd, SiluMul, TopK
 from lynnc.model import DenseSpec, MoeSpec
+from lynnc.ops import Combine, ExpertLinear, Linear, SharedAdd, SiluMul, TopK
+from lynnc.tensors import DType
 
 
 def feed_forward(b: Builder, layer: int, x: str) -> str:

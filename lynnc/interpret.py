@@ -20,11 +20,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from lynnc import ir, promptops
+from lynnc import mixerops, ops, promptops
 from lynnc.deltachunks import Chunks, delta_chunk, delta_scan
-from lynnc.ir import Graph, Op, S
+from lynnc.ir import Graph, Op, primitive_ops
 from lynnc.rowquantise import QuantisedRows, dequantise_rows, quantise_rows
 from lynnc.stepvalues import TORCH_DTYPE, Run, Weights, bf16
+from lynnc.tensors import S
 
 
 def new_states(graph: Graph, slots: int, context: int) -> dict[str, torch.Tensor]:
@@ -63,7 +64,7 @@ def interpret(
 
 def run_op(run: Run, op: Op) -> None:
     """Runs one op, or the body of a fused one."""
-    for inner in ir.primitive_ops(op):
+    for inner in primitive_ops(op):
         _MEANING[type(inner)](run, inner)
 
 
@@ -71,16 +72,16 @@ def _rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
-def _embed(run: Run, op: ir.Embed) -> None:
+def _embed(run: Run, op: ops.Embed) -> None:
     run.put(op.out, run.weights[op.table][run.index(op.token)])
 
 
-def _rms_norm(run: Run, op: ir.RmsNorm) -> None:
+def _rms_norm(run: Run, op: ops.RmsNorm) -> None:
     weight = run.weights[op.weight] + (1.0 if op.shifted else 0.0)
     run.put(op.out, _rms(run.f32(op.x), op.eps) * weight)
 
 
-def _linear(run: Run, op: ir.Linear) -> None:
+def _linear(run: Run, op: ops.Linear) -> None:
     width = run.graph.tensors[op.out].width
     run.put(op.out, run.flat(op.x) @ run.weights[op.weight][op.first_row : op.first_row + width].T)
 
@@ -110,16 +111,16 @@ def _quantised_linear(run: Run, op: promptops.QuantisedLinear) -> None:
     run.put(op.out, dequantise_rows(rows, weight.shape[1]) @ weight.T * rows.row_scale)
 
 
-def _add(run: Run, op: ir.Add) -> None:
+def _add(run: Run, op: ops.Add) -> None:
     run.put(op.out, bf16(run.f32(op.a)) + bf16(run.f32(op.b)))
 
 
-def _silu_mul(run: Run, op: ir.SiluMul) -> None:
+def _silu_mul(run: Run, op: ops.SiluMul) -> None:
     gate, up = run.f32(op.x).chunk(2, dim=-1)
     run.put(op.out, bf16(F.silu(gate)) * up)
 
 
-def _causal_conv(run: Run, op: ir.CausalConv) -> None:
+def _causal_conv(run: Run, op: mixerops.CausalConv) -> None:
     x, weight, state = run.f32(op.x), run.weights[op.weight], run.states[op.state]
     outs = []
     for row, (position, slot) in enumerate(_positions(run, op)):
@@ -140,12 +141,12 @@ def _positions(run: Run, op: Any) -> list[tuple[int, int]]:
     return list(zip(run.index(op.position).tolist(), run.index(op.slot).tolist(), strict=True))
 
 
-def _delta_gates(run: Run, op: ir.DeltaGates) -> None:
+def _delta_gates(run: Run, op: mixerops.DeltaGates) -> None:
     run.put(op.beta, torch.sigmoid(run.f32(op.b)))
     run.put(op.g, -run.weights[op.a_log].exp() * F.softplus(run.f32(op.a) + run.weights[op.dt_bias]))
 
 
-def _gated_delta(run: Run, op: ir.GatedDelta) -> None:
+def _gated_delta(run: Run, op: mixerops.GatedDelta) -> None:
     q, k, v = _delta_heads(run, op)
     q, k = _l2(q) * op.key_dim**-0.5, _l2(k)
     beta, decay, state = run.f32(op.beta)[:, :, None], run.f32(op.g).exp()[:, :, None, None], run.states[op.state]
@@ -198,13 +199,13 @@ def _l2(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def _gated_norm(run: Run, op: ir.GatedNorm) -> None:
+def _gated_norm(run: Run, op: mixerops.GatedNorm) -> None:
     x = run.f32(op.x)
     normed = bf16(bf16(_rms(x, op.eps)) * run.weights[op.weight])
     run.put(op.out, normed.flatten(1) * F.silu(run.flat(op.z)))
 
 
-def _head_norm_rope(run: Run, op: ir.HeadNormRope) -> None:
+def _head_norm_rope(run: Run, op: mixerops.HeadNormRope) -> None:
     heads = run.f32(op.x).unflatten(1, [op.heads, op.head_stride])[:, :, : op.head_dim]
     x = bf16(_rms(heads, op.eps) * (run.weights[op.weight] + (1.0 if op.shifted else 0.0)))
     half = op.rotary_dim // 2
@@ -216,7 +217,7 @@ def _head_norm_rope(run: Run, op: ir.HeadNormRope) -> None:
     run.put(op.out, rotated)
 
 
-def _cache_append(run: Run, op: ir.CacheAppend) -> None:
+def _cache_append(run: Run, op: mixerops.CacheAppend) -> None:
     k, v = run.get(op.k), run.get(op.v).unflatten(1, [op.kv_heads, op.head_dim])
     for row, (position, slot) in enumerate(_positions(run, op)):
         if position >= 0:
@@ -224,7 +225,7 @@ def _cache_append(run: Run, op: ir.CacheAppend) -> None:
             run.states[op.v_cache][slot, :, position] = v[row]
 
 
-def _attention(run: Run, op: ir.Attention) -> None:
+def _attention(run: Run, op: mixerops.Attention) -> None:
     q, positions = run.f32(op.q), _positions(run, op)
     longest = {slot: max(at for at, other in positions if other == slot) for _, slot in positions}
     caches = {slot: _cached(run, op, slot, position + 1) for slot, position in longest.items()}
@@ -250,7 +251,7 @@ def _run_of_tiles(op: Any, position: int) -> int:
     return -(-tiles // int(op.splits)) * int(op.tile)
 
 
-def _attention_partial(run: Run, op: ir.AttentionPartial) -> None:
+def _attention_partial(run: Run, op: mixerops.AttentionPartial) -> None:
     q = run.f32(op.q)
     partial = run.get(op.partial)
     for row, (position, slot) in enumerate(_positions(run, op)):
@@ -271,7 +272,7 @@ def _attention_partial(run: Run, op: ir.AttentionPartial) -> None:
     run.written[op.partial] = None
 
 
-def _attention_combine(run: Run, op: ir.AttentionCombine) -> None:
+def _attention_combine(run: Run, op: mixerops.AttentionCombine) -> None:
     partial = run.get(op.partial)
     outs = []
     for row, position in enumerate(run.index(op.position).tolist()):
@@ -286,12 +287,12 @@ def _attention_combine(run: Run, op: ir.AttentionCombine) -> None:
     run.put(op.out, torch.stack(outs))
 
 
-def _output_gate(run: Run, op: ir.OutputGate) -> None:
+def _output_gate(run: Run, op: mixerops.OutputGate) -> None:
     gate = run.f32(op.gate).unflatten(1, [op.heads, op.stride])[:, :, op.offset : op.offset + op.head_dim]
     run.put(op.out, run.f32(op.x) * bf16(torch.sigmoid(gate)))
 
 
-def _top_k(run: Run, op: ir.TopK) -> None:
+def _top_k(run: Run, op: ops.TopK) -> None:
     logits = run.f32(op.logits)
     logits = torch.where(logits.isnan(), -torch.inf, logits)
     order = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, : op.k]
@@ -308,7 +309,7 @@ def _sum_or_one(x: torch.Tensor) -> torch.Tensor:
     return torch.where(total > 0, total, torch.ones_like(total))
 
 
-def _expert_linear(run: Run, op: ir.ExpertLinear) -> None:
+def _expert_linear(run: Run, op: ops.ExpertLinear) -> None:
     x, ids, weight = run.f32(op.x), run.get(op.ids).tolist(), run.weights[op.weight]
     rows = []
     for row, experts in zip(x, ids, strict=True):
@@ -342,7 +343,7 @@ def _grouped_linear(run: Run, op: promptops.GroupedLinear) -> None:
     run.put(op.out, out)
 
 
-def _combine(run: Run, op: ir.Combine) -> None:
+def _combine(run: Run, op: ops.Combine) -> None:
     x, scores = run.f32(op.x), run.f32(op.scores)
     total = torch.zeros_like(x[:, 0])
     for slot in range(x.shape[1]):
@@ -350,16 +351,16 @@ def _combine(run: Run, op: ir.Combine) -> None:
     run.put(op.out, total)
 
 
-def _shared_add(run: Run, op: ir.SharedAdd) -> None:
+def _shared_add(run: Run, op: ops.SharedAdd) -> None:
     run.put(op.out, run.f32(op.experts) + torch.sigmoid(run.f32(op.gate)) * run.f32(op.shared))
 
 
-def _argmax(run: Run, op: ir.Argmax) -> None:
+def _argmax(run: Run, op: ops.Argmax) -> None:
     logits = run.f32(op.logits)
     run.put(op.out, torch.where(logits.isnan(), -torch.inf, logits).argmax(-1, keepdim=True))
 
 
-def _argmax_partial(run: Run, op: ir.ArgmaxPartial) -> None:
+def _argmax_partial(run: Run, op: ops.ArgmaxPartial) -> None:
     logits = run.f32(op.logits)
     blocks = run.graph.tensors[op.values].width
     padded = torch.full((logits.shape[0], blocks * op.block), -torch.inf)
@@ -369,12 +370,12 @@ def _argmax_partial(run: Run, op: ir.ArgmaxPartial) -> None:
     run.put(op.indices, where + torch.arange(blocks) * op.block)
 
 
-def _argmax_final(run: Run, op: ir.ArgmaxFinal) -> None:
+def _argmax_final(run: Run, op: ops.ArgmaxFinal) -> None:
     best = run.f32(op.values).argmax(-1, keepdim=True)
     run.put(op.out, run.get(op.indices).gather(1, best))
 
 
-def _advance(run: Run, op: ir.Advance) -> None:
+def _advance(run: Run, op: ops.Advance) -> None:
     history, positions = run.states[op.history], run.index(op.position)
     following = torch.where(positions < 0, positions, positions + 1)
     for token, at, slot in zip(run.index(op.token), following, run.index(op.slot), strict=True):
@@ -384,41 +385,41 @@ def _advance(run: Run, op: ir.Advance) -> None:
     run.put(op.following_start, following[:, None])
 
 
-def _last_row(run: Run, op: ir.LastRow) -> None:
+def _last_row(run: Run, op: ops.LastRow) -> None:
     run.put(op.out, run.get(op.x)[-1:])
 
 
 _MEANING: Mapping[type[Op], Callable[[Run, Any], None]] = {
-    ir.Embed: _embed,
-    ir.RmsNorm: _rms_norm,
-    ir.Linear: _linear,
+    ops.Embed: _embed,
+    ops.RmsNorm: _rms_norm,
+    ops.Linear: _linear,
     promptops.PartialLinear: _partial_linear,
     promptops.SumParts: _sum_parts,
     promptops.QuantiseActivations: _quantise_activations,
     promptops.QuantisedLinear: _quantised_linear,
-    ir.Add: _add,
-    ir.SiluMul: _silu_mul,
-    ir.CausalConv: _causal_conv,
-    ir.DeltaGates: _delta_gates,
-    ir.GatedDelta: _gated_delta,
+    ops.Add: _add,
+    ops.SiluMul: _silu_mul,
+    mixerops.CausalConv: _causal_conv,
+    mixerops.DeltaGates: _delta_gates,
+    mixerops.GatedDelta: _gated_delta,
     promptops.DeltaChunk: _delta_chunk,
     promptops.DeltaScan: _delta_scan,
-    ir.GatedNorm: _gated_norm,
-    ir.HeadNormRope: _head_norm_rope,
-    ir.CacheAppend: _cache_append,
-    ir.Attention: _attention,
-    ir.AttentionPartial: _attention_partial,
-    ir.AttentionCombine: _attention_combine,
-    ir.OutputGate: _output_gate,
-    ir.TopK: _top_k,
-    ir.ExpertLinear: _expert_linear,
+    mixerops.GatedNorm: _gated_norm,
+    mixerops.HeadNormRope: _head_norm_rope,
+    mixerops.CacheAppend: _cache_append,
+    mixerops.Attention: _attention,
+    mixerops.AttentionPartial: _attention_partial,
+    mixerops.AttentionCombine: _attention_combine,
+    mixerops.OutputGate: _output_gate,
+    ops.TopK: _top_k,
+    ops.ExpertLinear: _expert_linear,
     promptops.GroupByExpert: _group_by_expert,
     promptops.GroupedLinear: _grouped_linear,
-    ir.Combine: _combine,
-    ir.SharedAdd: _shared_add,
-    ir.Argmax: _argmax,
-    ir.ArgmaxPartial: _argmax_partial,
-    ir.ArgmaxFinal: _argmax_final,
-    ir.Advance: _advance,
-    ir.LastRow: _last_row,
+    ops.Combine: _combine,
+    ops.SharedAdd: _shared_add,
+    ops.Argmax: _argmax,
+    ops.ArgmaxPartial: _argmax_partial,
+    ops.ArgmaxFinal: _argmax_final,
+    ops.Advance: _advance,
+    ops.LastRow: _last_row,
 }

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from lynnc.ir import GROUP, Format, Weight
 from lynnc.plan import WeightArray, WeightEntry, WeightPart
+from lynnc.tensors import GROUP, Format, Weight
 
 LAYOUT = "nvfp4-w64-1"
 """Name of the packed weight layout; weights packed for another layout do not fit a plan."""

@@ -16,12 +16,13 @@ from lynnc.buffers import dim_text, place_tensors
 from lynnc.choose import KernelChoice
 from lynnc.compile import KernelSource
 from lynnc.errors import GraphError
-from lynnc.ir import Graph, Op, T
+from lynnc.ir import Graph, Op
 from lynnc.kernels.kernel import Binding, Source
 from lynnc.plan import Argument, KernelEntry, Launch, Program
 from lynnc.programs import most_rows
 from lynnc.render import render
 from lynnc.target import Target
+from lynnc.tensors import T
 
 PREFILL_ROWS = 2048
 """Rows of a prefill step: longer prompts run chunk by chunk."""

@@ -9,23 +9,19 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from lynnc.builder import Builder, Projection
-from lynnc.ir import (
+from lynnc.mixerops import (
     Attention,
     CacheAppend,
     CausalConv,
     DeltaGates,
-    DType,
-    Format,
     GatedDelta,
     GatedNorm,
     HeadNormRope,
-    Linear,
     OutputGate,
-    Part,
-    S,
-    Weight,
 )
 from lynnc.model import GdnSpec, Mixer
+from lynnc.ops import Linear
+from lynnc.tensors import DType, Format, Part, S, Weight
 
 CONV_RING = 16
 """Positions that the convolution state keeps: room for the 3 previous inputs and 8 rows a step, as a power of two."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-from lynnc.ir import Format
+from lynnc.tensors import Format
 
 
 class Family(StrEnum):

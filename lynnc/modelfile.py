@@ -25,9 +25,9 @@ import yaml
 
 from lynnc.errors import ModelError
 from lynnc.fields import Place
-from lynnc.ir import Format
 from lynnc.model import Mixer, ModelSpec, PrecisionSpec
 from lynnc.modelshape import KEPT_BF16, default_format, from_dict
+from lynnc.tensors import Format
 
 _SCALARS = (
     ("null", r"~|null|Null|NULL|", "~nN\0"),

@@ -30,7 +30,6 @@ from lynnc.fields import (
     whole,
     word,
 )
-from lynnc.ir import GROUP, Format
 from lynnc.model import (
     TENSOR_CLASSES,
     AttentionSpec,
@@ -42,6 +41,7 @@ from lynnc.model import (
     MoeSpec,
     PrecisionSpec,
 )
+from lynnc.tensors import GROUP, Format
 
 KEPT_BF16 = ("embed", "router", "shared_gate")
 """Tensor classes that stay BF16 whatever the default format is, unless the file names a format for them."""

@@ -1,6 +1,6 @@
-"""Ops that only programs for prompts have: many rows at once by chunks, by expert, and in 4-bit activations.
+"""The kinds of op that only programs for prompts have: many rows by chunks, by expert, and in 4-bit activations.
 
-They stand beside those of ``lynnc/ir.py`` and follow its grammar; their meaning is in ``lynnc/interpret.py``.
+They follow the grammar of ``lynnc/ir.py``; their meaning is in ``lynnc/interpret.py``.
 
 Example::
 
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lynnc.ir import Linear, Op, read_field, state_field, weight_field, write_field
+from lynnc.ir import Op, read_field, state_field, weight_field, write_field
+from lynnc.ops import Linear
 
 
 @dataclass(frozen=True, slots=True)

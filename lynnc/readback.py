@@ -20,12 +20,13 @@ import torch
 
 from lynnc.compiler import graph_of
 from lynnc.errors import PlanError
-from lynnc.ir import DType, Graph, T, Weight
+from lynnc.ir import Graph
 from lynnc.plan import Program
 from lynnc.runtime.executor import Executor
 from lynnc.runtime.tensors import DeviceTensor
 from lynnc.runtime.weights.arrays import PackedWeight, unpack_weight
 from lynnc.stepvalues import TORCH_DTYPE, in_memory, natural
+from lynnc.tensors import DType, T, Weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from lynnc.ir import GROUP
+from lynnc.tensors import GROUP
 
 LARGEST = 6.0 * 448.0
 """Code times block scale, at most."""

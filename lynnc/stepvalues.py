@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lynnc import ir
 from lynnc.columnorder import ColumnOrder, columns_at_places, places_of_columns
-from lynnc.ir import DType, Graph, Tensor
+from lynnc.ir import Graph
+from lynnc.tensors import DType, T, Tensor
 
 TORCH_DTYPE = {DType.BF16: torch.bfloat16, DType.F32: torch.float32, DType.I32: torch.int32}
 
@@ -54,7 +54,7 @@ class Run:
         rows = root.shape[0]
         if isinstance(rows, int):  # comparing a number with a symbol is slow
             return rows
-        return self.rows if rows == ir.T else int(rows.subs(ir.T, self.rows))
+        return self.rows if rows == T else int(rows.subs(T, self.rows))
 
     def get(self, name: str) -> torch.Tensor:
         """The tensor in its own dtype and shape, columns in their natural order."""

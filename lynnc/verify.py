@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from lynnc.errors import GraphError
-from lynnc.ir import ExpertLinear, Fused, Graph, Linear, Op, Stage, walk
+from lynnc.ir import Fused, Graph, Op, Stage, walk
+from lynnc.ops import ExpertLinear, Linear
 from lynnc.promptops import GroupedLinear, PartialLinear, QuantisedLinear
 
 

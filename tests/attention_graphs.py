@@ -11,28 +11,12 @@ from harness import assert_close, run_both
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
 
 from lynnc.interpret import new_states
-from lynnc.ir import (
-    Attention,
-    AttentionCombine,
-    AttentionPartial,
-    CacheAppend,
-    DType,
-    Format,
-    Graph,
-    HeadNormRope,
-    Op,
-    OutputGate,
-    Part,
-    S,
-    Stage,
-    State,
-    T,
-    Tensor,
-    Weight,
-)
+from lynnc.ir import Graph, Op, Stage
+from lynnc.mixerops import Attention, AttentionCombine, AttentionPartial, CacheAppend, HeadNormRope, OutputGate
 from lynnc.passes.fuse_append import fuse_append
 from lynnc.passes.fuse_attention import fuse_attention
 from lynnc.passes.fuse_output_gate import fuse_output_gate
+from lynnc.tensors import DType, Format, Part, S, State, T, Tensor, Weight
 
 BF16_LIMIT, F32_LIMIT = 2.5e-3, 5e-5
 PROMPT_LIMIT = 1e-2

@@ -14,8 +14,8 @@ from reference import UNPRUNED
 from storedformats import GROUP, Draft, Flavour
 from transformers import PreTrainedModel
 
-from lynnc.ir import Format
 from lynnc.model import Family, ModelSpec
+from lynnc.tensors import Format
 
 
 def write_metadata(folder: Path, spec: ModelSpec, model: PreTrainedModel, draft: Draft) -> None:

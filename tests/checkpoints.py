@@ -27,8 +27,8 @@ from storedformats import Draft, Flavour, Tensors, write_values
 from transformers import PreTrainedModel
 
 from lynnc.build import build_graph
-from lynnc.ir import Format
 from lynnc.model import ModelSpec
+from lynnc.tensors import Format
 
 INDEX = "model.safetensors.index.json"
 PLAIN = Flavour()

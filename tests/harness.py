@@ -11,13 +11,14 @@ import torch
 from lynnc.choose import choose_all
 from lynnc.columnorder import ColumnOrder
 from lynnc.interpret import interpret, new_states
-from lynnc.ir import DType, Graph, Op, Stage, State, Tensor, Weight
+from lynnc.ir import Graph, Op, Stage
 from lynnc.lower import lower
 from lynnc.records import Records
 from lynnc.runtime.weights.arrays import PackedWeight, pack_weight, unpack_weight
 from lynnc.simulate import Simulator
 from lynnc.stepvalues import in_memory, natural
 from lynnc.target import find_target
+from lynnc.tensors import DType, State, Tensor, Weight
 
 TARGET = find_target("sm_90")
 _DEVICE = ["cpu"]

@@ -26,7 +26,7 @@ from lynnc.compiler import fused_graph
 from lynnc.dims import evaluate
 from lynnc.fields import Place
 from lynnc.interpret import run_op
-from lynnc.ir import DType, Graph, Op, T
+from lynnc.ir import Graph, Op
 from lynnc.modelshape import from_dict
 from lynnc.plan import Launch, Plan, Program
 from lynnc.programs import prefill_programs, program_rows
@@ -35,6 +35,7 @@ from lynnc.runtime.device import Call
 from lynnc.runtime.executor import Executor
 from lynnc.runtime.weights.arrays import PackedWeight, unpack_weight
 from lynnc.stepvalues import TORCH_DTYPE, Run
+from lynnc.tensors import DType, T
 
 STORED = {
     "i64": torch.int64,

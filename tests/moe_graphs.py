@@ -12,26 +12,11 @@ from transformers import Qwen3_5MoeTextConfig, Qwen3MoeConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from lynnc.ir import (
-    Add,
-    Combine,
-    Dim,
-    DType,
-    ExpertLinear,
-    Format,
-    Graph,
-    Linear,
-    Op,
-    Part,
-    SharedAdd,
-    SiluMul,
-    T,
-    Tensor,
-    TopK,
-    Weight,
-)
+from lynnc.ir import Graph, Op
+from lynnc.ops import Add, Combine, ExpertLinear, Linear, SharedAdd, SiluMul, TopK
 from lynnc.passes.fuse_experts_down import fuse_experts_down
 from lynnc.passes.fuse_experts_up import fuse_experts_up
+from lynnc.tensors import Dim, DType, Format, Part, T, Tensor, Weight
 
 FORMATS = (Format.NVFP4, Format.NVFP4_FP16, Format.FP8, Format.BF16)
 FUSED = ("experts_up", "experts_down", "expert_linear", "gate_up", "linear")

@@ -10,11 +10,11 @@ import pytest
 from checkpoints import Flavour, Written, write_checkpoint
 from reference import Case
 
-from lynnc.ir import Format
 from lynnc.model import ModelSpec
 from lynnc.modelfile import load_model
 from lynnc.runtime.weights.pack import PackRequest, pack
 from lynnc.runtime.weights.unfinished import partial_folder
+from lynnc.tensors import Format
 
 PLAIN = Flavour("plain")
 DIVIDED = Flavour("compressed-tensors")

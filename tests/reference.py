@@ -34,10 +34,10 @@ from transformers import (
 )
 
 from lynnc.build import build_graph
-from lynnc.ir import Format, Part, Weight
 from lynnc.model import Family, Mixer, ModelSpec
 from lynnc.modelfile import load_model
 from lynnc.runtime.weights.arrays import Lookup, pack_weight, unpack_weight
+from lynnc.tensors import Format, Part, Weight
 
 PROMPT, STEPS = 11, 24
 """Tokens of the prompt, and of the decode that follows it."""

@@ -28,13 +28,14 @@ from lynnc.build import build_graph
 from lynnc.choose import Overrides, choose_all
 from lynnc.compiler import model_graph
 from lynnc.interpret import interpret, new_states, step_inputs
-from lynnc.ir import DType, Graph, T
+from lynnc.ir import Graph
 from lynnc.lower import Lowered, lower
 from lynnc.passes import run_passes
 from lynnc.plan import KernelEntry
 from lynnc.programs import PREFILL
 from lynnc.records import Records
 from lynnc.simulate import Simulator
+from lynnc.tensors import DType, T
 
 CONTEXT = 64
 """Positions that the tests' key/value caches hold."""

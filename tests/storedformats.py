@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lynnc.ir import Format
+from lynnc.tensors import Format
 
 GROUP = 16
 KEPT = ("embed", "lm_head", "router", "shared_gate", "gdn_gates")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lynnc.columnorder import BLOCK, ColumnOrder, columns_at_places, lane_place, places_of_columns
-from lynnc.ir import DType, Tensor
 from lynnc.stepvalues import in_memory, natural
+from lynnc.tensors import DType, Tensor
 
 WORD, LANES = 16, 4
 

@@ -9,9 +9,9 @@ import torch
 from harness import op_graph
 
 from lynnc.compare import Comparison
-from lynnc.ir import DType
 from lynnc.promptops import DeltaChunk
 from lynnc.stepvalues import Run
+from lynnc.tensors import DType
 
 HEADS, CHUNK, ROWS = 2, 16, 16
 READS, WRITES = ("qkv", "beta", "g", "position", "slot"), ("inverse", "rest", "scores", "scales")

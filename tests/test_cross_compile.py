@@ -12,12 +12,12 @@ from ptx import load_widths
 
 from lynnc.compile import KernelSource
 from lynnc.compiler import Compiled, Request, compile_model, lower_programs
-from lynnc.ir import Format
 from lynnc.modelfile import load_model
 from lynnc.plan import KernelEntry, Options
 from lynnc.programs import is_prefill
 from lynnc.store import Store
 from lynnc.target import TARGETS, find_target
+from lynnc.tensors import Format
 
 FULL = (("lynn-27b-a3b", "sm_121"), ("lynn-27b-a3b", "sm_90"))
 SMALL = (

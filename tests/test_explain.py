@@ -12,11 +12,11 @@ from lynnc.build import build_graph
 from lynnc.cost import cost, costs
 from lynnc.errors import OptionError
 from lynnc.explain import DECODE_ROWS, Question, ceilings, explain_step, merge_shapes, without_launches
-from lynnc.ir import Format, S, T
 from lynnc.modelfile import load_model, shipped_models
 from lynnc.passes import run_passes
 from lynnc.passes.split_attention import SPLITS
 from lynnc.target import find_device
+from lynnc.tensors import Format, S, T
 
 H200 = find_device("h200")
 PARTS = ("weight_bytes", "state_bytes", "activation_bytes", "flops")

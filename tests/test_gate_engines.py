@@ -20,11 +20,12 @@ from lynnc.engines.optrace import entry_of_section, ops_of_section, section_name
 from lynnc.engines.planned import Planned, open_planned
 from lynnc.engines.reference import open_reference, unquantised
 from lynnc.errors import OptionError, PlanError
-from lynnc.ir import Format, Fused, primitive_ops
+from lynnc.ir import Fused, primitive_ops
 from lynnc.modelfile import load_model
 from lynnc.plan import Options
 from lynnc.planfile import save_plan
 from lynnc.target import find_target
+from lynnc.tensors import Format
 
 ROUNDING = 1e-2
 TOKENS = random_ids(40, 5)

@@ -13,7 +13,7 @@ from test_kernels_linear import Case, projection, random_inputs
 
 from lynnc.activations import settle_activations
 from lynnc.compiler import Request, compile_model, fused_graph, lower_programs
-from lynnc.ir import Format, Fused, Graph
+from lynnc.ir import Fused, Graph
 from lynnc.model import ModelSpec
 from lynnc.modelfile import load_model
 from lynnc.passes.quantise_activations import quantise_activations
@@ -23,6 +23,7 @@ from lynnc.rowquantise import LARGEST, dequantise_rows, quantise_rows
 from lynnc.store import Store
 from lynnc.summary import summarize
 from lynnc.target import find_target
+from lynnc.tensors import Format
 from lynnc.tools import Tools, find_tools
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

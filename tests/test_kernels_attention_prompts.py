@@ -12,9 +12,9 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeAtten
 
 from lynnc.choose import choose_all
 from lynnc.errors import OptionError
-from lynnc.ir import T
 from lynnc.records import Records
 from lynnc.target import find_target
+from lynnc.tensors import T
 
 
 def small_blocks(shape: Shape) -> dict[str, dict[str, int]]:

@@ -13,24 +13,11 @@ from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5Moe
 from lynnc.choose import choose_all
 from lynnc.errors import OptionError
 from lynnc.interpret import interpret
-from lynnc.ir import (
-    CausalConv,
-    DeltaGates,
-    DType,
-    Format,
-    Fused,
-    GatedDelta,
-    GatedNorm,
-    Graph,
-    Op,
-    Part,
-    State,
-    T,
-    Tensor,
-    Weight,
-)
+from lynnc.ir import Fused, Graph, Op
+from lynnc.mixerops import CausalConv, DeltaGates, GatedDelta, GatedNorm
 from lynnc.records import Records
 from lynnc.target import find_target
+from lynnc.tensors import DType, Format, Part, State, T, Tensor, Weight
 
 EPS = 1e-6
 BF16_LIMIT = 2e-3

@@ -21,11 +21,13 @@ from test_kernels_gdn import (
     stale_states,
 )
 
-from lynnc.ir import GatedDelta, Graph, T
+from lynnc.ir import Graph
 from lynnc.kernels.gdnchunks import DELTA_SCAN
 from lynnc.kernels.kernel import need
+from lynnc.mixerops import GatedDelta
 from lynnc.passes.chunk_delta import chunk_delta
 from lynnc.target import find_target
+from lynnc.tensors import T
 
 STATE_LIMIT = 2e-5
 OUT_LIMIT = 4e-3

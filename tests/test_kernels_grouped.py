@@ -14,11 +14,12 @@ from torch import nn
 
 from lynnc.choose import choose_all
 from lynnc.errors import OptionError
-from lynnc.ir import DType, Format, Graph, T
+from lynnc.ir import Graph
 from lynnc.lower import lower
 from lynnc.passes.group_experts import group_experts
 from lynnc.promptops import GroupByExpert
 from lynnc.records import Records
+from lynnc.tensors import DType, Format, T
 
 Knobs = Mapping[str, Mapping[str, int]]
 PROJECTIONS = ("grouped_up", "grouped_down")

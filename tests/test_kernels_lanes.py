@@ -12,11 +12,14 @@ from harness import Outcome, assert_close, in_lanes, op_graph, run_both
 
 from lynnc.choose import choose_all
 from lynnc.errors import OptionError
-from lynnc.ir import Add, DType, Format, GatedNorm, Graph, Linear, Op, Part, RmsNorm, SiluMul, T, Weight
+from lynnc.ir import Graph, Op
+from lynnc.mixerops import GatedNorm
+from lynnc.ops import Add, Linear, RmsNorm, SiluMul
 from lynnc.passes.fuse_residual import fuse_residual
 from lynnc.passes.order_columns import order_columns
 from lynnc.passes.split_columns import split_columns
 from lynnc.records import Records
+from lynnc.tensors import DType, Format, Part, T, Weight
 
 PACKED = (Format.NVFP4, Format.NVFP4_FP16)
 SMALL = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 2, "num_stages": 1}

@@ -8,8 +8,10 @@ import pytest
 import torch
 from harness import assert_close, op_graph, pack_graph, run_both
 
-from lynnc.ir import Add, DType, Format, Fused, Graph, Linear, Op, Part, RmsNorm, T, Tensor, Weight
+from lynnc.ir import Fused, Graph, Op
+from lynnc.ops import Add, Linear, RmsNorm
 from lynnc.runtime.weights.arrays import pack_weight
+from lynnc.tensors import DType, Format, Part, T, Tensor, Weight
 
 KNOBS = {"linear": {"BLOCK_N": 64, "num_warps": 16}}
 FORMATS = (Format.NVFP4, Format.NVFP4_FP16, Format.FP8, Format.BF16)

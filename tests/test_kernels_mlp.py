@@ -8,9 +8,11 @@ import pytest
 import torch
 from harness import assert_close, op_graph, pack_graph, run_both
 
-from lynnc.ir import DType, Format, Graph, Linear, Op, Part, RmsNorm, SiluMul, Weight
+from lynnc.ir import Graph, Op
+from lynnc.ops import Linear, RmsNorm, SiluMul
 from lynnc.passes.fuse_gate_up import fuse_gate_up
 from lynnc.passes.fuse_norm import fuse_norm
+from lynnc.tensors import DType, Format, Part, Weight
 
 KNOBS = {"gate_up": {"BLOCK_N": 32}}
 

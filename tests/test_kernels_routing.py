@@ -11,7 +11,9 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKR
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from lynnc.interpret import interpret
-from lynnc.ir import DType, Graph, TopK
+from lynnc.ir import Graph
+from lynnc.ops import TopK
+from lynnc.tensors import DType
 
 ROUTES = [(1, 1), (3, 2), (7, 3), (8, 8), (96, 8), (100, 8), (192, 6), (205, 8), (255, 8), (256, 8), (512, 10)]
 

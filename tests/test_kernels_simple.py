@@ -8,9 +8,10 @@ import pytest
 import torch
 from harness import assert_close, op_graph, run_both
 
-from lynnc.ir import Add, Advance, Argmax, DType, Embed, Format, LastRow, Part, RmsNorm, S, State, T, Weight
+from lynnc.ops import Add, Advance, Argmax, Embed, LastRow, RmsNorm
 from lynnc.passes import run_passes
 from lynnc.passes.split_argmax import split_argmax
+from lynnc.tensors import DType, Format, Part, S, State, T, Weight
 
 CONTEXT = 64
 

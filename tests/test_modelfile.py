@@ -11,10 +11,10 @@ import yaml
 
 from lynnc.errors import ModelError
 from lynnc.fields import Place
-from lynnc.ir import Format
 from lynnc.model import TENSOR_CLASSES, AttentionSpec, Family, GdnSpec, Mixer, MoeSpec, PrecisionSpec
 from lynnc.modelfile import dump_model, load_model, parse_model, shipped_models
 from lynnc.modelshape import SHAPE, from_dict
+from lynnc.tensors import Format
 
 SHIPPED = (
     "lynn-27b-a3b",

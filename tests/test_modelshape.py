@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from lynnc.errors import ModelError
 from lynnc.fields import REQUIRED, Field, Place, Section
-from lynnc.ir import Format
 from lynnc.model import (
     TENSOR_CLASSES,
     AttentionSpec,
@@ -30,6 +29,7 @@ from lynnc.model import (
 )
 from lynnc.modelfile import dump_model, load_model, parse_model, shipped_models
 from lynnc.modelshape import MATRIX_FORMATS, SHAPE, from_dict
+from lynnc.tensors import Format
 
 SCHEMA: dict[str, Any] = json.loads(files("lynnc.models").joinpath("lynnc-model.schema.json").read_text("utf-8"))
 

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lynnc.ir import GROUP
 from lynnc.runtime.weights import nvfp4
 from lynnc.runtime.weights.nvfp4 import (
     E2M1,
@@ -19,6 +18,7 @@ from lynnc.runtime.weights.nvfp4 import (
     unpack_codes,
     words_from_bytes,
 )
+from lynnc.tensors import GROUP
 
 SIGN_AND_MAGNITUDE = {
     **{0: (15, 9), 2: (12, 6), 4: (14, 3), 6: (13, 0)},

@@ -13,10 +13,10 @@ from reference import LIMIT, Case, Reference, judge, place_of
 from runners import Kernels, check, follow
 from safetensors.torch import load_file
 
-from lynnc.ir import Format, Weight
 from lynnc.runtime.weights.pack import PackReport, PackRequest, pack
 from lynnc.runtime.weights.packedfile import Packed, open_packed
 from lynnc.runtime.weights.verify import verify
+from lynnc.tensors import Format, Weight
 
 TOKENS = 2
 """Decode steps from an empty state: every weight counts in the second."""

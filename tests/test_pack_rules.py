@@ -18,13 +18,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from lynnc.errors import WeightError
-from lynnc.ir import Format
 from lynnc.runtime.weights.matrix import Fp4Matrix, decode
 from lynnc.runtime.weights.pack import PackRequest, pack
 from lynnc.runtime.weights.packedfile import open_packed
 from lynnc.runtime.weights.quantise import quantise_nvfp4
 from lynnc.runtime.weights.unfinished import partial_folder
 from lynnc.runtime.weights.verify import verify
+from lynnc.tensors import Format
 
 
 @dataclass(frozen=True)

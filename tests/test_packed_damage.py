@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 
 from lynnc.cli.main import cli
 from lynnc.errors import LynncError, WeightError
-from lynnc.ir import Format
 from lynnc.runtime.weights.inspection import inspect_folder
 from lynnc.runtime.weights.packedfile import open_packed
 from lynnc.runtime.weights.packedindex import INDEX_FILE
 from lynnc.runtime.weights.unfinished import JOURNAL, REQUEST
 from lynnc.runtime.weights.unpack import unpack
+from lynnc.tensors import Format
 
 DEEP = "[" * 200_000
 HUGE = 3.4028234e38

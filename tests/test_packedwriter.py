@@ -12,7 +12,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from lynnc.errors import OutputError
-from lynnc.ir import Format, Part, Weight
 from lynnc.layout import LAYOUT
 from lynnc.runtime.weights.packedindex import (
     ALIGNMENT,
@@ -25,6 +24,7 @@ from lynnc.runtime.weights.packedindex import (
 )
 from lynnc.runtime.weights.packedwriter import Finished, PackedWriter
 from lynnc.runtime.weights.unfinished import partial_folder
+from lynnc.tensors import Format, Part, Weight
 
 NARROW = Weight("gate", Format.BF16, (1, 48), (Part("a", 1),), "shared_gate")
 WIDE = Weight("experts", Format.NVFP4, (3, 6, 32), (Part("b.{expert}", 2), Part("c.{expert}", 4)), "experts")

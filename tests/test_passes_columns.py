@@ -13,12 +13,14 @@ from harness import assert_close, op_graph, pack_graph
 from lynnc.columnorder import ColumnOrder
 from lynnc.compiler import fused_graph
 from lynnc.interpret import interpret
-from lynnc.ir import Add, DType, Format, Graph, Linear, Op, Part, RmsNorm, T, Tensor, Weight
+from lynnc.ir import Graph, Op
 from lynnc.model import ModelSpec
 from lynnc.modelfile import load_model
+from lynnc.ops import Add, Linear, RmsNorm
 from lynnc.passes.order_columns import order_columns
 from lynnc.passes.split_columns import parts_of, split_columns
 from lynnc.promptops import PartialLinear
+from lynnc.tensors import DType, Format, Part, T, Tensor, Weight
 from lynnc.verify import verify
 
 LAYERS_QWEN = 40

@@ -18,10 +18,12 @@ from runners import CONTEXT, unrounded
 
 from lynnc.build import build_graph
 from lynnc.interpret import interpret, new_states, step_inputs
-from lynnc.ir import Format, Fused, Graph, Linear, Stage, T
+from lynnc.ir import Fused, Graph, Stage
 from lynnc.model import Mixer, ModelSpec
 from lynnc.modelfile import load_model, shipped_models
+from lynnc.ops import Linear
 from lynnc.passes import PIPELINE, run_passes
+from lynnc.tensors import Format, T
 from lynnc.verify import verify
 
 SAME = 3e-6

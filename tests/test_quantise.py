@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lynnc.errors import WeightError
-from lynnc.ir import GROUP, Format
 from lynnc.runtime.weights import smallfloat
 from lynnc.runtime.weights.blockscales import SEARCH_RATIOS
 from lynnc.runtime.weights.matrix import Fp4Matrix, decode
 from lynnc.runtime.weights.nvfp4 import unpack_codes
 from lynnc.runtime.weights.quantise import find_not_finite, quantise_fp8, quantise_nvfp4
 from lynnc.runtime.weights.smallfloat import E2M1, E4M3, FP16, Rounder, SmallFloat
+from lynnc.tensors import GROUP, Format
 
 BOTH = (Format.NVFP4, Format.NVFP4_FP16)
 TYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -14,7 +14,6 @@ from reference import VARIANTS
 from lynnc.build import build_graph
 from lynnc.errors import PlanError
 from lynnc.interpret import interpret, new_states, step_inputs
-from lynnc.ir import Weight
 from lynnc.layout import weight_entries
 from lynnc.model import ModelSpec
 from lynnc.modelfile import load_model
@@ -24,6 +23,7 @@ from lynnc.runtime.random.fillbits import fill_array
 from lynnc.runtime.random.randomweights import CODE_MEAN_SQUARE, random_weights, weight_fills
 from lynnc.runtime.weights.arrays import PackedWeight, unpack_weight
 from lynnc.runtime.weights.nvfp4 import code_values
+from lynnc.tensors import Weight
 
 CONTEXT = 512
 STEP = 64

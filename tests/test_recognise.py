@@ -15,12 +15,12 @@ from reference import Case
 from storedformats import Flavour
 
 from lynnc.errors import WeightError
-from lynnc.ir import Format
 from lynnc.runtime.checkpoints.checkpoint import open_checkpoint
 from lynnc.runtime.checkpoints.declared import Recognised, settle_activations
 from lynnc.runtime.checkpoints.modulenames import ModuleNames
 from lynnc.runtime.checkpoints.recognise import recognise
 from lynnc.runtime.checkpoints.skipped import skip_reason
+from lynnc.tensors import Format
 
 CASE = Case("tiny-moe")
 PLAIN, LYNN = Flavour("plain"), Flavour("lynn-v1", fused=True)

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from storedformats import Flavour, Tensors
 
 from lynnc.errors import WeightError
-from lynnc.ir import Format
 from lynnc.modelfile import load_model
 from lynnc.runtime.checkpoints.source import Source, open_source
 from lynnc.runtime.weights.matrix import decode
+from lynnc.tensors import Format
 
 FULL, TIED = Case("tiny-full"), Case("tiny-dense", "tied", tied=True)
 PLAIN, FUSED = Flavour(), Flavour(fused=True)

@@ -9,7 +9,9 @@ import pytest
 from tuning import DEVICE, Rig, finding, tasks
 
 from lynnc.autotune.confirm import LAST_REPEATS, STEP_REPEATS, Untried, confirm
+from lynnc.autotune.noise import SIMULATED_FLOOR
 from lynnc.autotune.race import Contender, Race, promise, unraced
+from lynnc.autotune.search import Setting
 from lynnc.autotune.synthetic import SyntheticBench, Traits
 from lynnc.autotune.trial import Candidate, Outcome, Status
 from lynnc.records import Records
@@ -109,6 +111,14 @@ def test_the_default_wins_a_race_that_is_a_tie(races):
     assert race.best is race.default and race.challengers == () and race.step_gain == 0
 
 
+def test_times_that_say_little_need_more_to_count(races):
+    default, better = races[0].default, Contender({}, "sampler", timed(2.5e-6))
+    sure, unsure = (Race(races[0].task, (default, better), races[0].in_use, floor) for floor in (0.01, SIMULATED_FLOOR))
+    assert sure.best is better and unsure.best is default and unsure.challengers == ()
+    much_better = Contender({}, "sampler", timed(2.3e-6))
+    assert Race(races[0].task, (default, much_better), races[0].in_use, SIMULATED_FLOOR).best is much_better
+
+
 def test_without_time_nothing_is_changed(races):
     found = confirm(races, Steps(lambda program, chosen: 1.0), seconds_left=lambda: 0.0)
     assert all(contender.origin == "default" for contender in found.chosen.values())
@@ -191,7 +201,7 @@ def test_a_race_is_held_only_where_the_search_saw_somebody_faster():
     gain = rig.bench.seconds(task, default) - rig.bench.seconds(task, best)
     assert promise(task, study, default) == pytest.approx(task.launches * gain, rel=0.3) and gain > 0
     assert promise(task, study, best) == 0 and promise(task, study, {"num_warps": 1}) == math.inf
-    race = unraced(task, study, DEVICE, best)
+    race = unraced(task, study, Setting(DEVICE), best)
     assert [one.origin for one in race.contenders] == ["default", "record"] and race.incumbent.outcome.is_timed
 
 

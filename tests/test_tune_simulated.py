@@ -11,7 +11,7 @@ from tuning import tasks
 
 from lynnc.artifact import Artifact
 from lynnc.autotune.gpubench import Builds
-from lynnc.autotune.predict import Build, paired, predict, rank_correlation, resident_blocks
+from lynnc.autotune.predict import PASS_SECONDS, Build, paired, predict, rank_correlation, resident_blocks
 from lynnc.autotune.problems import Wanted, tasks_of
 from lynnc.autotune.sass import LoopMix, mix_of, parse
 from lynnc.autotune.search import candidate_of
@@ -99,6 +99,17 @@ def test_what_wastes_a_gpu_takes_longer(task):
     assert seconds(task, replace(ARTIFACT, registers=255), replace(MIX, load_bytes=8)) > seconds(
         task, mix=replace(MIX, load_bytes=8)
     )
+
+
+def test_passes_that_follow_each_other_wait_for_their_loads_unless_several_are_under_way(task):
+    """What made gemm's smallest blocks look fastest: 32 passes of little work each."""
+    knobs = {**task.default(H200), "BLOCK_K": 64, "num_stages": 1}
+    mix = LoopMix(instructions=20, load_bytes=64, products=8, is_loop=True)
+    waits = [
+        predict(task, {**knobs, **changed}, Build(ARTIFACT, mix, programs=132), H200).wait_s
+        for changed in ({}, {"num_stages": 4}, {"BLOCK_K": 2048})
+    ]
+    assert waits == pytest.approx([32 * PASS_SECONDS, 8 * PASS_SECONDS, PASS_SECONDS])
 
 
 def test_rank_correlation():

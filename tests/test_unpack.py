@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM
 
 from lynnc.cli.main import cli
 from lynnc.errors import OptionError, OutputError
-from lynnc.ir import Format
 from lynnc.modelfile import dump_model, load_model
 from lynnc.runtime.weights.inspection import inspect_folder
 from lynnc.runtime.weights.pack import PackRequest, pack
@@ -28,6 +27,7 @@ from lynnc.runtime.weights.packedfile import open_packed
 from lynnc.runtime.weights.packedindex import INDEX_FILE
 from lynnc.runtime.weights.textconfig import differences, text_config
 from lynnc.runtime.weights.unpack import ORIGIN_FILE, unpack
+from lynnc.tensors import Format
 
 NESTED = "model.language_model."
 TOKENS = (3, 141, 59, 26, 53, 58, 97, 93, 23, 84)

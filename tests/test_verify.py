@@ -9,8 +9,9 @@ import pytest
 
 from lynnc.compiler import fused_graph, model_graph
 from lynnc.errors import GraphError
-from lynnc.ir import Fused, Graph, Linear, Stage
+from lynnc.ir import Fused, Graph, Stage
 from lynnc.modelfile import load_model
+from lynnc.ops import Linear
 from lynnc.verify import RULES, verify
 
 MODEL = model_graph(load_model("tiny-moe"), "decode/1")

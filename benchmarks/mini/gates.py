@@ -28,10 +28,10 @@ import click
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from measuring import Bench, Record, records_text
 
-from lynnc.ir import Format
 from lynnc.model import ModelSpec, PrecisionSpec
 from lynnc.modelfile import dump_model, load_model
 from lynnc.passes import PIPELINE
+from lynnc.tensors import Format
 from lynnc.tools import detect_gpu
 
 PACKAGES = ("lynnc", "torch")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from lynnc.autotune.budget import Budget
 from lynnc.autotune.conditions import Conditions
 from lynnc.autotune.gpubench import open_gpu_bench
+from lynnc.autotune.noise import FLOOR, SIMULATED_FLOOR
 from lynnc.autotune.problems import DECODE, Task, Wanted, tasks_of
 from lynnc.autotune.publish import summary_of, write_records
 from lynnc.autotune.search import Setting
@@ -73,7 +74,7 @@ def tune(arguments: Arguments, wish: Wish) -> None:
             if arguments.search_only:
                 return
         bench = stack.enter_context(closing(open_bench(arguments, wish, subject)))
-        tuner = _tuner(arguments, subject, run, bench)
+        tuner = _tuner(arguments, wish, subject, run, bench)
         if len(wish.gpus) == 1:
             _search(tuner, budget, arguments, wish, subject)
         if arguments.search_only:
@@ -142,9 +143,10 @@ def _search(tuner: Tuner, budget: Budget, arguments: Arguments, wish: Wish, subj
         tuner.search(budget, known_records(subject.identity, folder=arguments.records_folder), say)
 
 
-def _tuner(arguments: Arguments, subject: Subject, run: Run, bench: Bench) -> Tuner:
-    context = Conditions().before(DECODE)
-    setting = Setting(subject.device, context, arguments.seed, ahead=max(8, 2 * len(os.sched_getaffinity(0))))
+def _tuner(arguments: Arguments, wish: Wish, subject: Subject, run: Run, bench: Bench) -> Tuner:
+    ahead = max(8, 2 * len(os.sched_getaffinity(0)))
+    floor = SIMULATED_FLOOR if wish.simulated else FLOOR
+    setting = Setting(subject.device, Conditions().before(DECODE), arguments.seed, ahead, floor)
     return Tuner(subject.tasks, run, bench, setting, subject.identity)
 
 

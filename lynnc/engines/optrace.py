@@ -19,7 +19,8 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from lynnc.interpret import run_op
-from lynnc.ir import CacheAppend, Graph, Op, primitive_ops
+from lynnc.ir import Graph, Op, primitive_ops
+from lynnc.mixerops import CacheAppend
 from lynnc.stepvalues import Run, Weights
 
 EMBED, HEAD = "embed", "head"

@@ -19,12 +19,12 @@ from types import MappingProxyType
 import torch
 
 from lynnc.engines.interpreted import Interpreted
-from lynnc.ir import Format
 from lynnc.model import ModelSpec
 from lynnc.runtime.weights.arrays import convert
 from lynnc.runtime.weights.assign import AssignedWeight, PartReader, assign
 from lynnc.runtime.weights.matrix import PlainMatrix, decode
 from lynnc.runtime.weights.resolve import resolve
+from lynnc.tensors import Format
 
 
 class Widened(Mapping[str, torch.Tensor]):

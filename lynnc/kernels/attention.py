@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from lynnc.ir import AttentionCombine, AttentionPartial, CacheAppend, Graph, HeadNormRope, Op, OutputGate, S
+from lynnc.ir import Graph, Op
 from lynnc.kernels import attention_ops, attention_prefill
 from lynnc.kernels.attention_ops import (
     cache_args,
@@ -35,7 +35,9 @@ from lynnc.kernels.kernel import (
     value_arg,
     vector_arg,
 )
+from lynnc.mixerops import AttentionCombine, AttentionPartial, CacheAppend, HeadNormRope, OutputGate
 from lynnc.target import Target
+from lynnc.tensors import S
 
 LEAST_GROUP = 8
 """Columns of a tensor-core product: heads that share keys are filled up to as many."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from lynnc.ir import CacheAppend, Graph, HeadNormRope, Op, OutputGate, S
+from lynnc.ir import Graph, Op
 from lynnc.kernels.kernel import (
     Arg,
     Binding,
@@ -25,7 +25,9 @@ from lynnc.kernels.kernel import (
     value_arg,
     vector_arg,
 )
+from lynnc.mixerops import CacheAppend, HeadNormRope, OutputGate
 from lynnc.target import Target
+from lynnc.tensors import S
 
 LEAST_DOT = 16
 """Lines that a tensor-core product has at least."""

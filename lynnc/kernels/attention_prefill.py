@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from lynnc.columnorder import ColumnOrder
-from lynnc.ir import Attention, CacheAppend, Graph, HeadNormRope, Op, OutputGate, S
+from lynnc.ir import Graph, Op
 from lynnc.kernels.attention_ops import (
     LEAST_DOT,
     cache_args,
@@ -38,7 +38,9 @@ from lynnc.kernels.kernel import (
     value_arg,
     vector_arg,
 )
+from lynnc.mixerops import Attention, CacheAppend, HeadNormRope, OutputGate
 from lynnc.target import Target
+from lynnc.tensors import S
 
 MOST_SUM_REGISTERS = 128
 """Registers of a thread, of 255, that its sums may fill."""

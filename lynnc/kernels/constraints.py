@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from lynnc.ir import GROUP, Format
 from lynnc.kernels.kernel import Knobs, Problem, next_power_of_two
 from lynnc.target import Target
+from lynnc.tensors import GROUP, Format
 
 WARP = 32
 MOST_VALUES = 512

@@ -5,21 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from lynnc.ir import (
-    GROUP,
-    Add,
-    Combine,
-    ExpertLinear,
-    Format,
-    Graph,
-    Linear,
-    Op,
-    SharedAdd,
-    SiluMul,
-    TopK,
-    Weight,
-    primitive_ops,
-)
+from lynnc.ir import Graph, Op, primitive_ops
 from lynnc.kernels.constraints import registers_fit_block, weights_fit_registers
 from lynnc.kernels.kernel import (
     FORMAT_CODE,
@@ -53,7 +39,9 @@ from lynnc.kernels.moe import (
     route_args,
     route_constants,
 )
+from lynnc.ops import Add, Combine, ExpertLinear, Linear, SharedAdd, SiluMul, TopK
 from lynnc.target import Target
+from lynnc.tensors import GROUP, Format, Weight
 
 FUSED_SPACE: Mapping[str, Knob] = MappingProxyType(
     {**PROJECTION_SPACE, "maxnreg": Choice((0, 80, 96, 112, 128, 144, 168))}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from lynnc.columnorder import ColumnOrder
-from lynnc.ir import CausalConv, DeltaGates, GatedDelta, GatedNorm, Graph, Op
+from lynnc.ir import Graph, Op
 from lynnc.kernels.kernel import (
     Arg,
     Binding,
@@ -25,6 +25,7 @@ from lynnc.kernels.kernel import (
     value_arg,
     vector_arg,
 )
+from lynnc.mixerops import CausalConv, DeltaGates, GatedDelta, GatedNorm
 from lynnc.target import Target
 
 MOST_ROWS = 8

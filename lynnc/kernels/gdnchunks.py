@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from lynnc.ir import DeltaGates, Graph, Op
+from lynnc.ir import Graph, Op
 from lynnc.kernels.kernel import (
     Binding,
     Choice,
@@ -22,6 +22,7 @@ from lynnc.kernels.kernel import (
     value_arg,
     vector_arg,
 )
+from lynnc.mixerops import DeltaGates
 from lynnc.promptops import DeltaChunk, DeltaScan
 from lynnc.target import Target
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from lynnc.columnorder import BLOCK, ColumnOrder
-from lynnc.ir import Add, DType, Format, Graph, Linear, Op
+from lynnc.ir import Graph, Op
 from lynnc.kernels.constraints import shared_memory_refusal, sums_refusal
 from lynnc.kernels.kernel import (
     FORMAT_CODE,
@@ -29,9 +29,11 @@ from lynnc.kernels.kernel import (
     weight_args,
 )
 from lynnc.kernels.linear import linear_problem
+from lynnc.ops import Add, Linear
 from lynnc.programs import expected_rows
 from lynnc.promptops import PartialLinear
 from lynnc.target import Target
+from lynnc.tensors import DType, Format
 
 ROW_CLASSES = (16, 64, 512, 2048)
 """Rows of a program as its tiles see them, rounded up; the last is for any larger number too."""

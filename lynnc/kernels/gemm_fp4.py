@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from lynnc.ir import GROUP, Add, DType, Graph, Op
+from lynnc.ir import Graph, Op
 from lynnc.kernels.constraints import shared_memory_refusal, sums_refusal
 from lynnc.kernels.kernel import (
     Binding,
@@ -32,9 +32,11 @@ from lynnc.kernels.kernel import (
     value_arg,
     weight_args,
 )
+from lynnc.ops import Add
 from lynnc.programs import most_rows
 from lynnc.promptops import QuantiseActivations, QuantisedLinear
 from lynnc.target import Target
+from lynnc.tensors import GROUP, DType
 
 TCGEN05_ROWS = 128
 """Rows of a block-scaled tcgen05 product; smaller tiles would become BF16 ones."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lynnc.ir import Advance, Argmax, ArgmaxFinal, ArgmaxPartial, Graph, Op, S
+from lynnc.ir import Graph, Op
 from lynnc.kernels.kernel import (
     Arg,
     Binding,
@@ -18,6 +18,8 @@ from lynnc.kernels.kernel import (
     value_arg,
 )
 from lynnc.kernels.simple import rows_of, simple_kernel, width_of
+from lynnc.ops import Advance, Argmax, ArgmaxFinal, ArgmaxPartial
+from lynnc.tensors import S
 
 
 def _advance_args(graph: Graph, advance: Advance | None) -> tuple[Arg, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from lynnc.columnorder import ColumnOrder
-from lynnc.ir import Add, Combine, Dim, Graph, Linear, Op, SharedAdd, SiluMul, Tensor, Weight, primitive_ops
+from lynnc.ir import Graph, Op, primitive_ops
 from lynnc.kernels.constraints import shared_memory_refusal, sums_refusal
 from lynnc.kernels.gemm import fits_lanes
 from lynnc.kernels.kernel import (
@@ -31,8 +31,10 @@ from lynnc.kernels.kernel import (
     weight_args,
 )
 from lynnc.kernels.moe import ELEMENTWISE_SPACE, elementwise_default, gate_args, matrix_constants
+from lynnc.ops import Add, Combine, Linear, SharedAdd, SiluMul
 from lynnc.promptops import GroupByExpert, GroupedLinear
 from lynnc.target import Target
+from lynnc.tensors import Dim, Tensor, Weight
 
 TILES_SPACE: Mapping[str, Knob] = MappingProxyType(
     {

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
-from lynnc.ir import Dim, DType, Format, Graph, Op, Weight, primitive_ops
+from lynnc.ir import Graph, Op, primitive_ops
 from lynnc.target import Target
+from lynnc.tensors import Dim, DType, Format, Weight
 
 Knobs = Mapping[str, int]
 """Values of a kernel's tunables by name; ``num_warps`` and ``num_stages`` among them."""

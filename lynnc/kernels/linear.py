@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from lynnc.ir import GROUP, Add, DType, Graph, Linear, Op, RmsNorm, Weight
+from lynnc.ir import Graph, Op
 from lynnc.kernels.constraints import registers_fit_block, weights_fit_registers
 from lynnc.kernels.kernel import (
     FORMAT_CODE,
@@ -28,7 +28,9 @@ from lynnc.kernels.kernel import (
     value_arg,
     weight_args,
 )
+from lynnc.ops import Add, Linear, RmsNorm
 from lynnc.target import Target
+from lynnc.tensors import GROUP, DType, Weight
 
 
 def norm_facts(op: Op) -> Mapping[str, int | float | bool]:

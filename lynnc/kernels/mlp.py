@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from lynnc.columnorder import ColumnOrder
-from lynnc.ir import Graph, Linear, Op, RmsNorm, SiluMul
+from lynnc.ir import Graph, Op
 from lynnc.kernels.constraints import registers_fit_block, weights_fit_registers
 from lynnc.kernels.kernel import (
     FORMAT_CODE,
@@ -27,6 +27,7 @@ from lynnc.kernels.kernel import (
 )
 from lynnc.kernels.linear import PERSISTENT_SPACE, block_columns, input_args, input_facts, norm_facts, programs_for
 from lynnc.kernels.moe import ELEMENTWISE_SPACE, elementwise_default
+from lynnc.ops import Linear, RmsNorm, SiluMul
 from lynnc.target import Target
 
 

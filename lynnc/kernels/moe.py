@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from lynnc.ir import Combine, DType, ExpertLinear, Graph, Linear, Op, SharedAdd, TopK, Weight
+from lynnc.ir import Graph, Op
 from lynnc.kernels.constraints import weights_fit_registers
 from lynnc.kernels.kernel import (
     FORMAT_CODE,
@@ -29,7 +29,9 @@ from lynnc.kernels.kernel import (
     weight_args,
 )
 from lynnc.kernels.linear import block_columns
+from lynnc.ops import Combine, ExpertLinear, Linear, SharedAdd, TopK
 from lynnc.target import Target
+from lynnc.tensors import DType, Weight
 
 Constants = Mapping[str, int | float | bool]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from lynnc.ir import Add, Graph, Op, RmsNorm
+from lynnc.ir import Graph, Op
 from lynnc.kernels.kernel import (
     Binding,
     Choice,
@@ -24,6 +24,7 @@ from lynnc.kernels.kernel import (
     vector_arg,
 )
 from lynnc.kernels.simple import norm_outs
+from lynnc.ops import Add, RmsNorm
 from lynnc.promptops import SumParts
 from lynnc.target import Target
 

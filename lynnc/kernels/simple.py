@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lynnc.columnorder import ColumnOrder
-from lynnc.ir import Add, Dim, Embed, Graph, LastRow, Op, RmsNorm
+from lynnc.ir import Graph, Op
 from lynnc.kernels.kernel import (
     FORMAT_CODE,
     Arg,
@@ -29,7 +29,9 @@ from lynnc.kernels.kernel import (
     value_arg,
     weight_args,
 )
+from lynnc.ops import Add, Embed, LastRow, RmsNorm
 from lynnc.target import Target
+from lynnc.tensors import Dim
 
 Bind = Callable[[Graph, Any, Knobs], Binding]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lynnc.errors import GraphError
-from lynnc.ir import Graph, Op, T
+from lynnc.ir import Graph, Op
 from lynnc.kernels import (
     attention,
     experts,
@@ -21,6 +21,7 @@ from lynnc.kernels import (
 )
 from lynnc.kernels.kernel import Family, Kernel
 from lynnc.programs import MOST_DECODE_ROWS, is_prefill
+from lynnc.tensors import T
 
 KERNELS: tuple[Kernel, ...] = (
     *linear.KERNELS,

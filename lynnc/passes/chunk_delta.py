@@ -16,10 +16,12 @@ with the state follow each other, on tensor cores.
 
 from __future__ import annotations
 
-from lynnc.ir import DeltaGates, DType, GatedDelta, Graph, T, Tensor
+from lynnc.ir import Graph
+from lynnc.mixerops import DeltaGates, GatedDelta
 from lynnc.passes.patterns import Group, Uses, fuse, ops_of, replace_ops
 from lynnc.programs import expected_rows
 from lynnc.promptops import DeltaChunk, DeltaScan
+from lynnc.tensors import DType, T, Tensor
 
 CHUNK = 64
 """Rows: the lines of one tensor core product; twice as many would double the work on squares."""

@@ -13,7 +13,8 @@ Why: a launch of its own would cost a microsecond to move three integers.
 
 from __future__ import annotations
 
-from lynnc.ir import Advance, Argmax, ArgmaxFinal, Graph
+from lynnc.ir import Graph
+from lynnc.ops import Advance, Argmax, ArgmaxFinal
 from lynnc.passes.patterns import Group, Uses, fuse, ops_of
 
 

@@ -13,7 +13,8 @@ Why: the projection's row is read once, its angles are computed once, and rotate
 
 from __future__ import annotations
 
-from lynnc.ir import CacheAppend, Graph, HeadNormRope, Op
+from lynnc.ir import Graph, Op
+from lynnc.mixerops import CacheAppend, HeadNormRope
 from lynnc.passes.patterns import Group, Uses, fuse, ops_of
 
 

@@ -14,7 +14,8 @@ the new position also stores it.
 
 from __future__ import annotations
 
-from lynnc.ir import AttentionPartial, CacheAppend, Graph, HeadNormRope
+from lynnc.ir import Graph
+from lynnc.mixerops import AttentionPartial, CacheAppend, HeadNormRope
 from lynnc.passes.patterns import Group, Uses, fuse, ops_of
 
 

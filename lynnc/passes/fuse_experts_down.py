@@ -14,7 +14,8 @@ write and read (top_k + 1) x hidden FP32 values and atomics would lose the order
 
 from __future__ import annotations
 
-from lynnc.ir import Add, Combine, ExpertLinear, Graph, Linear, SharedAdd
+from lynnc.ir import Graph
+from lynnc.ops import Add, Combine, ExpertLinear, Linear, SharedAdd
 from lynnc.passes.patterns import Group, Uses, fuse, ops_of
 
 

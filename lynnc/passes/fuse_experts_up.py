@@ -14,7 +14,8 @@ one more slot beside the routed ones.
 
 from __future__ import annotations
 
-from lynnc.ir import ExpertLinear, Graph, Linear, Op, SiluMul, TopK
+from lynnc.ir import Graph, Op
+from lynnc.ops import ExpertLinear, Linear, SiluMul, TopK
 from lynnc.passes.patterns import Group, Uses, fuse, ops_of
 
 

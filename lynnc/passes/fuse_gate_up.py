@@ -13,7 +13,8 @@ Why: a program that computes the same rows of gate and up multiplies them in reg
 
 from __future__ import annotations
 
-from lynnc.ir import Graph, Linear, SiluMul
+from lynnc.ir import Graph
+from lynnc.ops import Linear, SiluMul
 from lynnc.passes.patterns import Group, Uses, fuse, ops_of
 
 

@@ -14,7 +14,8 @@ their own they would each cost as long as the state step.
 
 from __future__ import annotations
 
-from lynnc.ir import CausalConv, DeltaGates, GatedDelta, GatedNorm, Graph
+from lynnc.ir import Graph
+from lynnc.mixerops import CausalConv, DeltaGates, GatedDelta, GatedNorm
 from lynnc.passes.patterns import Group, Uses, fuse, ops_of
 
 

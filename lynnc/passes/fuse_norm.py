@@ -14,7 +14,8 @@ would cost more than those sums. Other readers of x, such as the experts, get it
 
 from __future__ import annotations
 
-from lynnc.ir import Graph, RmsNorm
+from lynnc.ir import Graph
+from lynnc.ops import RmsNorm
 from lynnc.passes.patterns import Group, Uses, fuse, ops_of
 
 NORMED = {"Linear": "NormLinear", "Projections": "NormProjections", "GateUp": "NormGateUp"}

@@ -15,7 +15,8 @@ Why: the gate is one multiplication a value that the launch before holds anyway.
 
 from __future__ import annotations
 
-from lynnc.ir import Attention, AttentionCombine, Graph, OutputGate
+from lynnc.ir import Graph
+from lynnc.mixerops import Attention, AttentionCombine, OutputGate
 from lynnc.passes.patterns import Group, Uses, fuse, ops_of
 
 

@@ -18,8 +18,10 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import groupby
 
-from lynnc.ir import Fused, Graph, Linear, Op, T, Tensor
+from lynnc.ir import Fused, Graph, Op
+from lynnc.ops import Linear
 from lynnc.passes.patterns import replace_ops
+from lynnc.tensors import T, Tensor
 
 MOST_SEGMENTS = 2
 """Weights of different formats that one launch of a few rows reads; prefill's tiles read one."""

@@ -13,7 +13,8 @@ Why: the program that computes a row of the output adds the residual in its epil
 
 from __future__ import annotations
 
-from lynnc.ir import Add, Graph, Linear
+from lynnc.ir import Graph
+from lynnc.ops import Add, Linear
 from lynnc.passes.patterns import Group, Uses, fuse, ops_of
 
 

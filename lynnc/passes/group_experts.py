@@ -23,10 +23,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from lynnc.ir import Add, Combine, DType, ExpertLinear, Graph, Linear, Op, SharedAdd, SiluMul, Tensor, TopK, Weight
+from lynnc.ir import Graph, Op
+from lynnc.ops import Add, Combine, ExpertLinear, Linear, SharedAdd, SiluMul, TopK
 from lynnc.passes.patterns import Group, Uses, fuse, ops_of, replace_ops
 from lynnc.programs import expected_rows, is_prefill
 from lynnc.promptops import GroupByExpert, GroupedLinear
+from lynnc.tensors import DType, Tensor, Weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,13 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from lynnc.columnorder import BLOCK, ColumnOrder
-from lynnc.ir import Attention, Fused, GatedNorm, Graph, Linear, Op, OutputGate, RmsNorm, SiluMul, Tensor, primitive_ops
+from lynnc.ir import Fused, Graph, Op, primitive_ops
+from lynnc.mixerops import Attention, GatedNorm, OutputGate
+from lynnc.ops import Linear, RmsNorm, SiluMul
 from lynnc.passes.patterns import Uses, replace_ops
 from lynnc.programs import is_prefill
 from lynnc.promptops import GroupedLinear
+from lynnc.tensors import Tensor
 
 WRITERS: Mapping[str, type[Op]] = MappingProxyType(
     {

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from lynnc.ir import Fused, Graph, Op, Tensor, primitive_ops
+from lynnc.ir import Fused, Graph, Op, primitive_ops
+from lynnc.tensors import Tensor
 
 OpKind = TypeVar("OpKind", bound=Op)
 

@@ -19,10 +19,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lynnc.ir import GROUP, Add, DType, Fused, Graph, Linear, Op, Tensor
+from lynnc.ir import Fused, Graph, Op
+from lynnc.ops import Add, Linear
 from lynnc.passes.patterns import replace_ops
 from lynnc.programs import is_prefill
 from lynnc.promptops import QuantiseActivations, QuantisedLinear
+from lynnc.tensors import GROUP, DType, Tensor
 
 CODES_IN_WORD, SCALES_IN_WORD = 8, 4
 

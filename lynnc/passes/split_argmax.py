@@ -14,8 +14,10 @@ Why: one program would read a megabyte of logits alone; 243 programs read it tog
 
 from __future__ import annotations
 
-from lynnc.ir import Argmax, ArgmaxFinal, ArgmaxPartial, DType, Graph, Tensor
+from lynnc.ir import Graph
+from lynnc.ops import Argmax, ArgmaxFinal, ArgmaxPartial
 from lynnc.passes.patterns import ops_of, replace_ops
+from lynnc.tensors import DType, Tensor
 
 BLOCK = 1024
 """Logits that one program compares."""

@@ -16,8 +16,10 @@ of the sums of a row does not depend on how many rows share the step.
 
 from __future__ import annotations
 
-from lynnc.ir import Attention, AttentionCombine, AttentionPartial, DType, Graph, Op, Tensor
+from lynnc.ir import Graph, Op
+from lynnc.mixerops import Attention, AttentionCombine, AttentionPartial
 from lynnc.passes.patterns import ops_of, replace_ops
+from lynnc.tensors import DType, Tensor
 
 SPLITS = 128
 """Runs for each key/value head: with 2 of them, 256 programs, about two for each multiprocessor of a large GPU."""

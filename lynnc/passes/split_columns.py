@@ -18,10 +18,12 @@ parts in order.
 from __future__ import annotations
 
 from lynnc.columnorder import BLOCK
-from lynnc.ir import Add, DType, Graph, Linear, Op, RmsNorm, Tensor
+from lynnc.ir import Graph, Op
+from lynnc.ops import Add, Linear, RmsNorm
 from lynnc.passes.patterns import Group, Uses, fuse, ops_of, replace_ops
 from lynnc.programs import most_rows
 from lynnc.promptops import PartialLinear, SumParts
+from lynnc.tensors import DType, Tensor
 
 MOST_ROWS = 64
 """Of a step; with more, tiles of rows fill a GPU, and the parts' sums are traffic."""

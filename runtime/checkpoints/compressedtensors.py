@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from lynnc.ir import GROUP, Format
 from lynnc.runtime.checkpoints.checkpoint import Checkpoint
 from lynnc.runtime.checkpoints.declared import Recognised, SourceKind, mapping, names, refuse, settle_activations
+from lynnc.tensors import GROUP, Format
 
 FORMAT = "nvfp4-pack-quantized"
 _WEIGHTS: Mapping[str, tuple[object, ...]] = MappingProxyType(

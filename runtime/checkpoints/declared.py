@@ -16,8 +16,8 @@ from types import MappingProxyType
 from typing import NoReturn
 
 from lynnc.errors import WeightError
-from lynnc.ir import Format
 from lynnc.runtime.checkpoints.checkpoint import Checkpoint
+from lynnc.tensors import Format
 
 ANY_LINEAR = "Linear"
 """The class of modules that tools name when they mean every projection."""

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from lynnc.errors import WeightError
-from lynnc.ir import Format
 from lynnc.runtime.checkpoints.declared import ANY_LINEAR, Recognised
 from lynnc.runtime.checkpoints.modulenames import ModuleNames, split_prefix
 from lynnc.runtime.checkpoints.stored import Stored
 from lynnc.runtime.checkpoints.tensorclasses import LINEAR_CLASSES, tensor_class
+from lynnc.tensors import Format
 
 
 class DeclaredFormats:

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 
 from lynnc.errors import WeightError
-from lynnc.ir import GROUP, Format
 from lynnc.runtime.checkpoints.stored import Stored
 from lynnc.runtime.checkpoints.tensorreader import Index, TensorReader
 from lynnc.runtime.weights.matrix import Fp4Matrix, Fp8Matrix, Matrix, PlainMatrix
 from lynnc.runtime.weights.nvfp4 import words_from_bytes
+from lynnc.tensors import GROUP, Format
 
 _MAGNITUDE = 0x7F
 """All bits of an E4M3 number but its sign; NaN where they are all set."""

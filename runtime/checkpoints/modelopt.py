@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from lynnc.ir import GROUP, Format
 from lynnc.runtime.checkpoints.checkpoint import CONFIG, MODELOPT_FILE, Checkpoint
 from lynnc.runtime.checkpoints.declared import (
     ANY_LINEAR,
@@ -25,6 +24,7 @@ from lynnc.runtime.checkpoints.declared import (
     settle_activations,
 )
 from lynnc.runtime.checkpoints.skipped import skip_reason
+from lynnc.tensors import GROUP, Format
 
 MIXED = "MIXED_PRECISION"
 FP8 = "FP8"

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from lynnc.ir import GROUP
 from lynnc.runtime.checkpoints.checkpoint import LYNN_FILE, MODELOPT_FILE, Checkpoint
 from lynnc.runtime.checkpoints.compressedtensors import read_compressed_tensors
 from lynnc.runtime.checkpoints.declared import Recognised, SourceKind, mapping, refuse
 from lynnc.runtime.checkpoints.modelopt import read_modelopt
 from lynnc.runtime.checkpoints.skipped import skip_reason
 from lynnc.runtime.checkpoints.stored import PLAIN_DTYPES
+from lynnc.tensors import GROUP
 
 LYNN_SCHEMAS = ("lynn-variable-nvfp4-pack-v1", "lynn-variable-nvfp4-pack-v0")
 LYNN_FORMAT = "nvfp4_e2m1_rowwise_per_16"

@@ -21,7 +21,6 @@ from types import MappingProxyType
 import torch
 
 from lynnc.errors import WeightError
-from lynnc.ir import Format
 from lynnc.model import ModelSpec
 from lynnc.runtime.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from lynnc.runtime.checkpoints.declared import Recognised, SourceKind
@@ -34,6 +33,7 @@ from lynnc.runtime.checkpoints.tensorclasses import tensor_class
 from lynnc.runtime.checkpoints.tensorreader import Index, TensorReader
 from lynnc.runtime.checkpoints.textnames import EMBED, Place, TextNames
 from lynnc.runtime.weights.matrix import Matrix
+from lynnc.tensors import Format
 
 __all__ = ["Located", "Source", "open_source"]
 

@@ -17,10 +17,10 @@ from math import prod
 from types import MappingProxyType
 
 from lynnc.errors import WeightError
-from lynnc.ir import GROUP, Format
 from lynnc.runtime.checkpoints.checkpoint import LYNN_FILE, Checkpoint
 from lynnc.runtime.checkpoints.declared import Recognised, SourceKind, mapping
 from lynnc.runtime.checkpoints.shardheader import StoredTensor
+from lynnc.tensors import GROUP, Format
 
 E4M3 = "F8_E4M3"
 PLAIN_DTYPES = ("BF16", "F16", "F32")

@@ -22,8 +22,9 @@ import torch
 from lynnc.build import build_graph
 from lynnc.errors import ModelError, OptionError, WeightError
 from lynnc.interpret import interpret, new_states, step_inputs
-from lynnc.ir import Graph, Op, TopK
+from lynnc.ir import Graph, Op
 from lynnc.model import ModelSpec, MoeSpec
+from lynnc.ops import TopK
 from lynnc.runtime.experts.routingfile import LayerRouting, Routing, text_facts
 from lynnc.runtime.weights.packedfile import Packed
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 
 from lynnc.errors import WeightError
-from lynnc.ir import Format, Weight
 from lynnc.runtime.weights.matrix import Fp4Matrix, Fp8Matrix, Matrix, PlainMatrix, decode_blocks, row_count
 from lynnc.runtime.weights.nvfp4 import scale_values
 from lynnc.runtime.weights.packedindex import DIVISOR
 from lynnc.runtime.weights.quantise import find_not_finite, quantise_fp8, quantise_nvfp4
+from lynnc.tensors import Format, Weight
 
 Lookup = Callable[[str], torch.Tensor]
 """A checkpoint tensor by name, of any float type."""

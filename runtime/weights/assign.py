@@ -19,12 +19,12 @@ import torch
 
 from lynnc.build import build_graph
 from lynnc.errors import WeightError
-from lynnc.ir import Format, Part, Weight
 from lynnc.model import ModelSpec
 from lynnc.runtime.checkpoints.source import Located, Source
 from lynnc.runtime.experts.expertspec import Kept
 from lynnc.runtime.weights.matrix import Matrix, select_rows
 from lynnc.runtime.weights.packedindex import Origin
+from lynnc.tensors import Format, Part, Weight
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _EXPERT = re.compile(r"(\.experts[._])\d+([._])")

@@ -11,7 +11,6 @@ from math import frexp
 
 import torch
 
-from lynnc.ir import GROUP, Format
 from lynnc.runtime.weights.smallfloat import (
     E2M1,
     E4M3,
@@ -22,6 +21,7 @@ from lynnc.runtime.weights.smallfloat import (
     limit_to_codes,
     part_length,
 )
+from lynnc.tensors import GROUP, Format
 
 SEARCH_RATIOS = (15 / 16, 23 / 16, 25 / 16)
 """What the search tries beside the default block scale, as multiples of the largest magnitude / 6. Near 24 / 16 the

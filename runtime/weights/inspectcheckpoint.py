@@ -17,7 +17,6 @@ from math import prod
 from lynnc.build import build_graph
 from lynnc.errors import ModelError, WeightError
 from lynnc.hfconfig import import_config
-from lynnc.ir import Format
 from lynnc.model import ModelSpec
 from lynnc.runtime.checkpoints.checkpoint import CONFIG, INDEX, Checkpoint
 from lynnc.runtime.checkpoints.declared import Recognised
@@ -42,6 +41,7 @@ from lynnc.runtime.weights.inspected import (
     ranges,
     some,
 )
+from lynnc.tensors import Format
 
 _PLAIN = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
 

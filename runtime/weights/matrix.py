@@ -18,8 +18,8 @@ from typing import TypeAlias
 
 import torch
 
-from lynnc.ir import GROUP
 from lynnc.runtime.weights.nvfp4 import code_values, scale_values, unpack_codes
+from lynnc.tensors import GROUP
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ from safetensors import SafetensorError, safe_open
 from lynnc.build import build_graph
 from lynnc.errors import WeightError
 from lynnc.fields import Place
-from lynnc.ir import Weight
 from lynnc.layout import LAYOUT, weight_entries
 from lynnc.model import ModelSpec
 from lynnc.modelshape import from_dict
@@ -38,6 +37,7 @@ from lynnc.runtime.weights.packedindex import (
     array_names,
     read_index,
 )
+from lynnc.tensors import Weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lynnc.errors import WeightError
-from lynnc.ir import Weight
 from lynnc.jsonform import decode, shallow
 from lynnc.layout import weight_entry
 from lynnc.plan import WeightArray, WeightEntry
+from lynnc.tensors import Weight
 
 Item = TypeVar("Item")
 

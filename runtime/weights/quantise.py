@@ -19,11 +19,11 @@ from math import isfinite
 import torch
 
 from lynnc.errors import WeightError
-from lynnc.ir import GROUP, Format
 from lynnc.runtime.weights.blockscales import choose_scales, fp32_scale, global_scale_of
 from lynnc.runtime.weights.matrix import Fp4Matrix, Fp8Matrix
 from lynnc.runtime.weights.nvfp4 import WordWriter
 from lynnc.runtime.weights.smallfloat import E2M1, E4M3, Rounder, limit_to_codes, part_length
+from lynnc.tensors import GROUP, Format
 
 PARTS = 2
 """Parts whose codes become words at once: a code in FP16 is half as wide as a value."""

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from lynnc.errors import ModelError, WeightError
 from lynnc.hfconfig import import_config
-from lynnc.ir import Format
 from lynnc.model import ModelSpec, PrecisionSpec
 from lynnc.modelfile import model_name_from
 from lynnc.modelshape import ACTIVATIONS
@@ -27,6 +26,7 @@ from lynnc.runtime.checkpoints.recognise import recognise
 from lynnc.runtime.checkpoints.source import Source
 from lynnc.runtime.experts.expertspec import ExpertSpec, Kept
 from lynnc.runtime.weights.textconfig import differences
+from lynnc.tensors import Format
 
 
 @dataclass(frozen=True, slots=True)

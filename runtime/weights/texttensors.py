@@ -18,7 +18,6 @@ from math import prod
 import torch
 
 from lynnc.errors import WeightError
-from lynnc.ir import Format, Weight
 from lynnc.model import ModelSpec
 from lynnc.runtime.weights.arrays import part_matrix
 from lynnc.runtime.weights.matrix import Matrix, decode, row_windows, select_rows
@@ -26,6 +25,7 @@ from lynnc.runtime.weights.packedfile import Packed
 from lynnc.runtime.weights.packedindex import fill_shards
 from lynnc.runtime.weights.quantise import find_not_finite
 from lynnc.runtime.weights.textconfig import TEXT_MODELS
+from lynnc.tensors import Format, Weight
 
 WINDOW = 1 << 19
 """Values that are decoded at once: few enough to stay in the caches of a core."""
