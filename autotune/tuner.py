@@ -39,7 +39,7 @@ from lynnc.tools import find_tools
 NOT_REACHED = Outcome(Status.REFUSED, reason="the budget did not reach it")
 NOT_RACED = "there was no time for the last race, so what was in use stays"
 MOST_RECORDS = 3
-"""Records of a problem, or of near ones, that are in the race; outdated ones too."""
+"""Different knobs of records, of a problem or of near ones, that are in the race; outdated ones too."""
 TASKS_AHEAD = 3
 """Tasks whose first candidates compile while one is searched: with little time each has little more than these."""
 RACING = 0.5
@@ -96,7 +96,8 @@ class Tuner:
     def _begin(self, task: Task, records: Records) -> Search:
         search = Search(task, self.study(task), self._bench, self._setting, self._spaces[task.key])
         known = legal_records(records, task.kernel, task.problem, self._setting.device.target)
-        search.begin([match.record.knobs for match in islice(known, MOST_RECORDS)])
+        different = {frozenset(match.record.knobs.items()): match.record.knobs for match in known}
+        search.begin(list(islice(different.values(), MOST_RECORDS)))
         return search
 
     def conclude(self, budget: Budget, about: About, records: Records) -> Sweep:

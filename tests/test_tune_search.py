@@ -108,6 +108,20 @@ def test_a_tie_goes_to_the_default(all_tasks):
     assert found.is_default and found.gain == 0 and found.is_raced
 
 
+def test_records_of_the_same_knobs_take_one_place():
+    """Several Triton releases may have found the same."""
+    task = tasks("embed")[0]
+    rig = Rig([task])
+    default, template = task.default(DEVICE), template_digest(task.kernel.template)
+    known = [
+        Known(Record("embed", dict(task.problem), {**default, "num_warps": warps}, IDENTITY, template, triton=version))
+        for version, warps in (("3.4.0", 2), ("3.5.0", 2), ("3.6.0", 2), ("3.7.0", 4), ("3.8.0", 8))
+    ]
+    rig.tuner().search(rig.budget(trials=4), Records(IDENTITY, tuple(known)))
+    tried = [one for one in rig.tuner().study(task).tried() if one.origin == "record"]
+    assert {one.knobs["num_warps"] for one in tried} == {2, 4, 8} - {default["num_warps"]}
+
+
 def test_the_record_is_in_the_race_and_wins_over_the_default(all_tasks):
     task = next(task for task in all_tasks if task.kernel.name == "experts_up")
     rig = Rig([task], Traits(noise=0.001))
