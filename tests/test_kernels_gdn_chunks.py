@@ -205,6 +205,22 @@ def test_state_after_many_rows() -> None:
     check(run_chunks(GROUPED, inputs))
 
 
+def test_knobs_that_a_gpu_was_seen_to_compute_wrongly_with_are_refused() -> None:
+    """`lynnc tune` on an H200: one stage with four warps gave wrong rows, with eight an illegal address."""
+    problem = {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128, "chunk": 64}
+    hopper, ampere = find_target("sm_90"), find_target("sm_80")
+    for warps in (4, 8):
+        knobs = {"BLOCK_V": 16, "num_warps": warps, "num_stages": 1}
+        assert "two stages" in str(DELTA_SCAN.refusal(problem, knobs, hopper))
+        assert DELTA_SCAN.refusal(problem, {**knobs, "num_stages": 2}, hopper) is None
+        assert DELTA_SCAN.refusal({**problem, "chunk": 16}, knobs, hopper) is None
+        assert DELTA_SCAN.refusal(problem, knobs, ampere) is None
+    assert DELTA_SCAN.refusal(problem, {"BLOCK_V": 16, "num_warps": 2, "num_stages": 1}, hopper) is None
+    for width in (64, 128, 256):
+        default = DELTA_SCAN.default({**problem, "key_dim": width}, hopper)
+        assert DELTA_SCAN.refusal({**problem, "key_dim": width}, default, hopper) is None
+
+
 @pytest.mark.parametrize(
     ("target", "stages", "needed"),
     [("sm_80", 3, None), ("sm_90", 3, 197632), ("sm_100", 3, None), ("sm_120", 2, 78336)],

@@ -28,7 +28,7 @@ from lynnc.target import Target
 
 LEAST_DIM = 16
 """Lines and columns that a tensor core product has at least."""
-WGMMA_WARPS = 4
+WGMMA_WARPS, WGMMA_ROWS = 4, 64
 """Warps that issue a Hopper product together; fewer use the older products."""
 
 
@@ -73,6 +73,18 @@ def _scan_fits(problem: Problem, knobs: Knobs, target: Target) -> str | None:
     return None
 
 
+def _fetches_ahead_of_wgmma(problem: Problem, knobs: Knobs, target: Target) -> str | None:
+    """Chunks of 64 rows that are not fetched ahead are wrong on an H200 with four warps and read illegal addresses with
+    eight, compiled by Triton 3.6; chunks of 16 rows, which wgmma does not take, are right."""
+    is_group = target.has_wgmma and knobs["num_warps"] >= WGMMA_WARPS and int(problem["chunk"]) >= WGMMA_ROWS
+    if is_group and knobs["num_stages"] == 1:
+        return f"wgmma needs chunks of {problem['chunk']} rows fetched ahead: two stages or more"
+    return None
+
+
+SCAN_RULES = (_fetches_ahead_of_wgmma, _scan_fits)
+
+
 def _default_scan(problem: Problem, target: Target) -> Knobs:
     """Blocks as narrow as give a large GPU a program for each multiprocessor, 32 heads of 4; the most stages that fit.
 
@@ -84,7 +96,9 @@ def _default_scan(problem: Problem, target: Target) -> Knobs:
         for block_v in (widest, LEAST_DIM)
         for stages in (3, 2, 1)
     ]
-    return next((knobs for knobs in choices if _scan_fits(problem, knobs, target) is None), choices[-1])
+    return next(
+        (knobs for knobs in choices if not any(rule(problem, knobs, target) for rule in SCAN_RULES)), choices[-1]
+    )
 
 
 def _bind_prepare(graph: Graph, op: Op, knobs: Knobs) -> Binding:
@@ -163,7 +177,7 @@ DELTA_SCAN = Kernel(
     default=_default_scan,
     problem=_scan_problem,
     bind=_bind_scan,
-    constraints=(_heads_divide, _scan_fits),
+    constraints=(_heads_divide, *SCAN_RULES),
 )
 
 KERNELS: tuple[Kernel, ...] = (DELTA_PREPARE, DELTA_SCAN)
