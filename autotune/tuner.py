@@ -42,6 +42,8 @@ MOST_RECORDS = 3
 """Different knobs of records, of a problem or of near ones, that are in the race; outdated ones too."""
 TASKS_AHEAD = 3
 """Tasks whose first candidates compile while one is searched: with little time each has little more than these."""
+EVEN = 0.3
+"""Part of the search that all tasks share alike: by their shares alone the last ones would get no more than records."""
 RACING = 0.5
 """Part of the time after the search for races; the rest is for whole steps."""
 
@@ -78,12 +80,13 @@ class Tuner:
 
         The first candidates of the next tasks compile while one is searched.
         """
-        left = sum(task.share for task in self.tasks)
+        shares = {task.key: (1 - EVEN) * task.share + EVEN / len(self.tasks) for task in self.tasks}
+        left = sum(shares.values())
         begun: deque[Search] = deque()
         try:
             for index, task in enumerate(self.tasks):
-                allowance = budget.part(min(1.0, task.share / left) if left > 0 else 1.0)
-                left -= task.share
+                allowance = budget.part(min(1.0, shares[task.key] / left))
+                left -= shares[task.key]
                 if not allowance.is_left():
                     return
                 for following in self.tasks[index + len(begun) : index + 1 + TASKS_AHEAD]:

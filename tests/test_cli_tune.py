@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 from recorded import made, users
+from tuning import tasks
 
 from lynnc.autotune.conditions import Conditions
 from lynnc.autotune.publish import records_of
@@ -20,8 +22,9 @@ from lynnc.cli.tunefleet import run_workers, worker_commands
 from lynnc.cli.tunewish import wish_of
 from lynnc.deviceidentity import identity_of
 from lynnc.errors import DeviceError
-from lynnc.record import RecordOrigin
-from lynnc.recordfiles import load_records, write_user_record
+from lynnc.record import Record, RecordOrigin
+from lynnc.recordfiles import default_records_folder, load_records, write_user_record
+from lynnc.render import template_digest
 from lynnc.report.tuning import TuneSummary
 from lynnc.target import find_device
 
@@ -104,6 +107,18 @@ def test_a_records_folder_that_takes_none_is_known_before_anything_is_compiled(t
     (tmp_path / "file").write_text("")
     result = lynnc("tune", "tiny-moe", "--simulate", "spark", "--records-folder", tmp_path / "file" / "below")
     assert result.exit_code == 2 and "No record can be written" in result.stderr and "--records-folder" in result.stderr
+
+
+@pytest.mark.parametrize(("choice", "counts"), [((), True), (("--records", "none"), False)])
+def test_records_that_do_not_count_are_neither_raced_nor_in_use(choice, counts):
+    (task,) = tasks("embed", model="tiny-moe")
+    better, device = {**task.default(find_device("h200")), "num_warps": 1}, identity_of(find_device("h200"))
+    record = Record("embed", dict(task.problem), better, device, template_digest(task.kernel.template))
+    write_user_record(default_records_folder(os.environ), record)
+    result = lynnc(*REHEARSE[:-1], "embed", "--trials", 3, "--json", *choice)
+    assert result.exit_code == 0, result.output
+    (study,) = json.loads(result.stdout)["kernels"]
+    assert (study["trials"][1]["knobs"] == better) is counts
 
 
 def test_workers_of_several_gpus_search_and_this_process_decides(tmp_path):

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from lynnc.cli.knownrecords import records_folder, records_folder_option
+from lynnc.cli.knownrecords import records_folder, records_options
 from lynnc.cli.output import note
 from lynnc.cli.parameters import (
     choose_destination,
@@ -64,7 +64,7 @@ from lynnc.target import find_device
     help="Rank candidates for a GPU that is not here by what the compiler makes of them, such as spark.",
 )
 @click.option("--rehearse", is_flag=True, help="Try storage and workers on a made-up device; nothing is recorded.")
-@records_folder_option
+@records_options
 @store_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="File for `lynnc report --tune`, as JSON.")
 @click.option("--force", is_flag=True, help="Replace a file that exists.")

@@ -28,6 +28,7 @@ def worker_commands(arguments: Arguments, wish: Wish, storage: str, study: str) 
         "--without": ",".join(wish.without),
         "--budget": arguments.budget or ("" if wish.trials else wish.budget),
         "--trials": -(-wish.trials // len(wish.gpus)) if wish.trials else "",
+        "--records": arguments.records,
         "--records-folder": arguments.records_folder or "",
         "--store": arguments.store or "",
     }

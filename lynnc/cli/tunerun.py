@@ -39,6 +39,7 @@ from lynnc.model import ModelSpec
 from lynnc.outputfile import write_file
 from lynnc.plan import Options
 from lynnc.recordfiles import check_records_folder
+from lynnc.records import Records
 from lynnc.runtime.cudadevice import open_device
 from lynnc.store import Store, cache_folder
 from lynnc.target import Device, find_device
@@ -80,7 +81,7 @@ def tune(arguments: Arguments, wish: Wish) -> None:
         if arguments.search_only:
             note(f"{budget.spent} candidates measured for the run {run.name}.")
             return
-        known = known_records(subject.identity, folder=arguments.records_folder)
+        known = _records(arguments, subject)
         sweep = tuner.conclude(budget, _about(arguments, wish, subject), known)
     _publish(arguments, subject, sweep)
 
@@ -140,7 +141,7 @@ def _search(tuner: Tuner, budget: Budget, arguments: Arguments, wish: Wish, subj
             if bar:
                 bar(budget.seconds_spent, budget.spent, _line(task, tried, best.get(task.name)))
 
-        tuner.search(budget, known_records(subject.identity, folder=arguments.records_folder), say)
+        tuner.search(budget, _records(arguments, subject), say)
 
 
 def _tuner(arguments: Arguments, wish: Wish, subject: Subject, run: Run, bench: Bench) -> Tuner:
@@ -163,7 +164,7 @@ def open_bench(arguments: Arguments, wish: Wish, subject: Subject) -> Bench:
         return SyntheticBench(subject.tasks, subject.device, Traits(measure_seconds=REHEARSED_SECONDS))
     store = Store(store_path(arguments.store), warn)
     options = Options(programs=_measured_programs(wish, subject.tasks), without=wish.without)
-    records = known_records(subject.identity, folder=arguments.records_folder)
+    records = _records(arguments, subject)
     request = Request(subject.device.target, subject.device, options, records=records)
     if wish.simulated:
         context = Conditions().before(DECODE)
@@ -174,6 +175,11 @@ def open_bench(arguments: Arguments, wish: Wish, subject: Subject) -> Bench:
 def _measured_programs(wish: Wish, tasks: Sequence[Task]) -> tuple[str, ...]:
     """Those that were asked for, so that rows can be compared with other decode programs, and those of the tasks."""
     return tuple(dict.fromkeys([*wish.programs, *(task.program for task in tasks)]))
+
+
+def _records(arguments: Arguments, subject: Subject) -> Records:
+    """What the compiler would use now, of those that were asked for."""
+    return known_records(subject.identity, arguments.records, arguments.records_folder)
 
 
 def _line(task: Task, tried: Tried, best: float | None) -> str:

@@ -38,6 +38,7 @@ class Arguments:
     search_only: bool
     simulate: str | None
     rehearse: bool
+    records: str
     records_folder: Path | None
     store: Path | None
     output: Path | None
