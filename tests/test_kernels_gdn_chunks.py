@@ -205,6 +205,14 @@ def test_state_after_many_rows() -> None:
     check(run_chunks(GROUPED, inputs))
 
 
+@pytest.mark.parametrize("length", [1, 64, 130])
+def test_state_is_that_of_the_recurrent_kernel(length: int) -> None:
+    """What decoding goes on from is the same whether a prompt ran by chunks or token by token."""
+    inputs, states = inputs_of(GROUPED, run_of("rows", 0, length)), stale_states(GROUPED)
+    recurrent, chunks = (run_both(graph, inputs, states=states, slots=4) for graph in graphs_of(GROUPED))
+    assert_close(chunks.kernel_states["delta_state"], recurrent.kernel_states["delta_state"], STATE_LIMIT)
+
+
 def test_knobs_that_a_gpu_was_seen_to_compute_wrongly_with_are_refused() -> None:
     """`lynnc tune` on an H200: one stage with four warps gave wrong rows, with eight an illegal address."""
     problem = {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128, "chunk": 64}
