@@ -29,7 +29,7 @@ INSTRUCTIONS = {
     "sm_121": (WARP_PTX, r"OMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X"),
 }
 """What PTX and machine code call a block-scaled product of E2M1 codes with an E4M3 scale for each 16."""
-PROJECTIONS = {"gemm_fp4", "grouped_up_fp4", "grouped_down_fp4"}
+EXPERTS = {"grouped_up_fp4", "grouped_down_fp4"}
 CASES = (*(("tiny-moe", target) for target in INSTRUCTIONS), ("lynn-27b-a3b", "sm_121"), ("lynn-27b-a3b", "sm_100"))
 
 
@@ -46,13 +46,19 @@ def test_products_are_block_scaled_fp4_ones(model: str, target: str, tmp_path: P
         pytest.skip("this Triton is too old for FP4 MMA there")
     spec = load_model(model)
     declared = replace(spec, precision=replace(spec.precision, activations="nvfp4"))
-    options = Options(programs=("prefill/16", "prefill"))
+    options = Options(programs=("prefill/16", "prefill/512", "prefill"))
     lowered = lower_programs(declared, Request(find_target(target), options=options))
-    calls = {key: call for _, low in lowered.values() for key, call in low.kernels.items()}
-    sources = {key: call.source for key, call in calls.items() if call.entry.name in PROJECTIONS}
+    calls = {
+        key: call
+        for program, (_, low) in lowered.items()
+        for key, call in low.kernels.items()
+        if call.entry.name in EXPERTS or (call.entry.name == "gemm_fp4" and program != "prefill/512")
+    }
+    sources = {key: call.source for key, call in calls.items()}
     artifacts = compile_kernels(list(sources.values()), Store(tmp_path))
     names = Counter(calls[key].entry.name for key in sources)
-    assert names["gemm_fp4"] >= 4 and names["grouped_up_fp4"] == names["grouped_down_fp4"] == 2  # tiles of 16 and of 64
+    tiles = 3 if model == "lynn-27b-a3b" else 2  # of 16, 32 and 64 rows
+    assert names["gemm_fp4"] >= 4 and names["grouped_up_fp4"] == names["grouped_down_fp4"] == tiles
     in_ptx, in_code = INSTRUCTIONS[target]
     for key, source in sources.items():
         artifact, label = artifacts[source.key], calls[key].entry.label

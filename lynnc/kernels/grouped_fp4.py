@@ -14,7 +14,7 @@ from types import MappingProxyType
 from lynnc.ir import Graph, Op, SiluMul, primitive_ops
 from lynnc.kernels.constraints import sums_refusal
 from lynnc.kernels.gemm_fp4 import TCGEN05_ROWS, codes_refusal, instruction_refusal
-from lynnc.kernels.grouped import has_two_halves, shared_args, tile_columns, tile_of, tiles_grid
+from lynnc.kernels.grouped import WIDE_TILE, has_two_halves, shared_args, tile_columns, tile_of, tiles_grid
 from lynnc.kernels.kernel import (
     Arg,
     Binding,
@@ -62,9 +62,10 @@ def _problem(graph: Graph, op: Op) -> Problem:
 
 
 def _default(problem: Problem, target: Target) -> Knobs:
-    """Tiles as the instructions like them; not measured, as no target with FP4 MMA was at hand."""
+    """Tiles as the instructions and registers like them; not measured, as no target with FP4 MMA was at hand."""
     columns = 256 if target.has_tcgen05 else 128
-    return {"BLOCK_N": TCGEN05_ROWS, "BLOCK_K": columns, "num_warps": 4, "num_stages": 3}
+    warps = 8 if target.has_tcgen05 or int(problem["tile"]) >= WIDE_TILE else 4
+    return {"BLOCK_N": TCGEN05_ROWS, "BLOCK_K": columns, "num_warps": warps, "num_stages": 3}
 
 
 def _up_default(problem: Problem, target: Target) -> Knobs:
