@@ -151,7 +151,7 @@ def _weight_bytes(graph: Graph, op: Op) -> Expr:
     for name in op.names("weight"):
         weight = graph.weights[name]
         share = sympy.Rational(weight.bytes, max(weight.experts * weight.rows, 1))
-        if isinstance(op, ops.ExpertLinear | promptops.GroupedLinear):
+        if isinstance(op, ops.ExpertLinear | promptops.GroupedLinear | promptops.QuantisedGroupedLinear):
             used = distinct_experts(weight.experts, int(graph.tensors[op.out].shape[1]), _rows(graph, op))
             total += used * weight.rows * share
         elif isinstance(op, promptops.PartialLinear):
@@ -261,6 +261,7 @@ _FLOPS: Mapping[type[Op], Callable[[Graph, Any], Expr]] = MappingProxyType(
         promptops.QuantiseActivations: _elementwise(32),
         ops.ExpertLinear: _linear_flops,
         promptops.GroupedLinear: _linear_flops,
+        promptops.QuantisedGroupedLinear: _linear_flops,
         mixerops.Attention: _attention_flops,
         mixerops.AttentionPartial: _attention_flops,
         mixerops.GatedDelta: _delta_flops,

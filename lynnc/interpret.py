@@ -98,7 +98,8 @@ def _sum_parts(run: Run, op: promptops.SumParts) -> None:
 
 
 def _quantise_activations(run: Run, op: promptops.QuantiseActivations) -> None:
-    rows = quantise_rows(run.flat(op.x))
+    columns = promptops.CODES_IN_WORD * int(run.graph.tensors[op.codes].shape[-1])
+    rows = quantise_rows(run.f32(op.x).reshape(-1, columns))
     run.put(op.codes, rows.codes)
     run.put(op.scales, rows.scales)
     run.put(op.row_scale, rows.row_scale)
@@ -333,14 +334,29 @@ def _group_by_expert(run: Run, op: promptops.GroupByExpert) -> None:
 
 
 def _grouped_linear(run: Run, op: promptops.GroupedLinear) -> None:
-    x, order, weight = run.f32(op.x), run.get(op.order).flatten().long(), run.weights[op.weight]
+    run.put(op.out, _by_tiles(run, op, _pairs(run, op, run.f32(op.x))))
+
+
+def _quantised_grouped_linear(run: Run, op: promptops.QuantisedGroupedLinear) -> None:
+    codes, scales, row_scale = (_pairs(run, op, run.get(name)) for name in (op.codes, op.scales, op.row_scale))
+    pairs = dequantise_rows(QuantisedRows(codes, scales, row_scale), run.weights[op.weight].shape[-1])
+    run.put(op.out, _by_tiles(run, op, pairs) * row_scale)
+
+
+def _pairs(run: Run, op: Any, x: torch.Tensor) -> torch.Tensor:
+    """A row for each pair: [T, K], which all slots of a row read, or [T, k, K] to [T * k, K]."""
     slots = int(run.graph.tensors[op.order].shape[1])
-    pairs = x.repeat_interleave(slots, dim=0) if x.dim() == 2 else x.flatten(0, 1)
+    return x.repeat_interleave(slots, dim=0) if x.dim() == 2 else x.flatten(0, 1)
+
+
+def _by_tiles(run: Run, op: Any, pairs: torch.Tensor) -> torch.Tensor:
+    """FP32 products [T * k, N] of pairs with the weights of their experts."""
+    order, weight = run.get(op.order).flatten().long(), run.weights[op.weight]
     out = torch.zeros(len(pairs), weight.shape[1])
     for expert, first, end in run.get(op.tiles).tolist():
         found = order[first:end]
         out[found] = pairs[found] @ weight[expert].T
-    run.put(op.out, out)
+    return out
 
 
 def _combine(run: Run, op: ops.Combine) -> None:
@@ -415,6 +431,7 @@ _MEANING: Mapping[type[Op], Callable[[Run, Any], None]] = {
     ops.ExpertLinear: _expert_linear,
     promptops.GroupByExpert: _group_by_expert,
     promptops.GroupedLinear: _grouped_linear,
+    promptops.QuantisedGroupedLinear: _quantised_grouped_linear,
     ops.Combine: _combine,
     ops.SharedAdd: _shared_add,
     ops.Argmax: _argmax,

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from lynnc.ir import Op, read_field, state_field, weight_field, write_field
 from lynnc.ops import Linear
 
+CODES_IN_WORD, SCALES_IN_WORD = 8, 4
+"""E2M1 codes and E4M3 scales in an element of the I32 tensors of quantised rows."""
+
 
 @dataclass(frozen=True, slots=True)
 class PartialLinear(Linear):
@@ -35,7 +38,8 @@ class QuantiseActivations(Op):
     """NVFP4 of each row of x BF16 [T, K] by its own maximum: ``x ~ code * scale * row_scale``.
 
     codes I32 [T, K / 8], eight E2M1 codes a word; scales I32 [T, ceil(K / 64)], four E4M3 numbers a word, one for each
-    16 columns; row_scale F32 [T, 1]. ``lynnc.rowquantise`` says how, and in which order codes stand.
+    16 columns; row_scale F32 [T, 1]. ``lynnc.rowquantise`` says how, and in which order codes stand. Of x [T, k, K]
+    that experts read each pair is a row, and all three have the axis of k too.
     """
 
     x: str = read_field()
@@ -129,6 +133,19 @@ class GroupedLinear(Op):
     """``ExpertLinear`` by tiles: ``out[t, a] = x[t] (or x[t, a]) @ weight[e].T`` for the pairs in e's tiles."""
 
     x: str = read_field()
+    order: str = read_field()
+    tiles: str = read_field()
+    weight: str = weight_field()
+    out: str = write_field()
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedGroupedLinear(Op):
+    """``GroupedLinear`` of quantised rows or pairs: ``out[t, a] = (code * scale) @ weight[e].T * row_scale``."""
+
+    codes: str = read_field()
+    scales: str = read_field()
+    row_scale: str = read_field()
     order: str = read_field()
     tiles: str = read_field()
     weight: str = weight_field()

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import fmean
+from types import MappingProxyType
 
 from lynnc.compiler import Compiled
 from lynnc.cost import Cost, costs, evaluate_formula
@@ -24,6 +25,13 @@ from lynnc.plan import Launch, Plan, Program
 
 THOUSAND = 1000
 DECODE = "decode/"
+QUANTISED: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "QuantisedLinear": frozenset({"QuantisedLinear", "QuantisedLinearResidual"}),
+        "QuantisedGroupedLinear": frozenset({"QuantisedGroupedUp", "QuantisedGroupedDown"}),
+    }
+)
+"""Ops with 4-bit activations, and the kinds of launches that hold them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +147,10 @@ def _knob_row(compiled: Compiled, origin: str, launches: Mapping[str, int]) -> K
 
 def _activations(plan: Plan, declared: str) -> str:
     """The precision that launches use; what the model declares where the plan does not follow it."""
-    quantised = {"QuantisedLinear", "QuantisedLinearResidual"}
-    if any(launch.kind in quantised for program in plan.programs.values() for launch in program.launches):
-        return "nvfp4 in QuantisedLinear, bf16 elsewhere"
+    kinds = {launch.kind for program in plan.programs.values() for launch in program.launches}
+    used = [op for op, launches in QUANTISED.items() if kinds & launches]
+    if used:
+        return f"nvfp4 in {' and '.join(used)}, bf16 elsewhere"
     return "bf16" if declared == "bf16" else f"bf16 (the model allows {declared})"
 
 

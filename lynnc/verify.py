@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from lynnc.errors import GraphError
 from lynnc.ir import Fused, Graph, Op, Stage, walk
 from lynnc.ops import ExpertLinear, Linear
-from lynnc.promptops import GroupedLinear, PartialLinear, QuantisedLinear
+from lynnc.promptops import CODES_IN_WORD, GroupedLinear, PartialLinear, QuantisedGroupedLinear, QuantisedLinear
 
 
 def verify(graph: Graph, after: str = "build") -> Graph:
@@ -93,17 +93,18 @@ def _views_lie_inside_their_base(graph: Graph) -> Iterator[str]:
 
 def _linears_fit_their_weights(graph: Graph) -> Iterator[str]:
     for op in walk(graph.ops):
-        if not isinstance(op, (Linear, QuantisedLinear, ExpertLinear, GroupedLinear)):
+        if not isinstance(op, (Linear, QuantisedLinear, ExpertLinear, GroupedLinear, QuantisedGroupedLinear)):
             continue
-        x = graph.tensors[op.codes if isinstance(op, QuantisedLinear) else op.x]
+        x = graph.tensors[op.codes if isinstance(op, (QuantisedLinear, QuantisedGroupedLinear)) else op.x]
         weight, out = graph.weights[op.weight], graph.tensors[op.out]
-        columns = 8 * x.width if isinstance(op, QuantisedLinear) else x.width
-        rows = int(out.shape[-1]) if isinstance(op, PartialLinear) else out.width
-        if isinstance(op, (ExpertLinear, GroupedLinear)):
+        columns, rows = x.width, int(out.shape[-1]) if isinstance(op, PartialLinear) else out.width
+        first = op.first_row if isinstance(op, (Linear, QuantisedLinear)) else 0
+        if isinstance(op, (ExpertLinear, GroupedLinear, QuantisedGroupedLinear)):
             columns, rows = int(x.shape[-1]), int(out.shape[-1])
+        if isinstance(op, (QuantisedLinear, QuantisedGroupedLinear)):
+            columns *= CODES_IN_WORD
         if columns != weight.columns:
             yield f"{op.name} multiplies {columns} columns of {x.name} with {weight.columns} of {weight.name}"
-        first = 0 if isinstance(op, (ExpertLinear, GroupedLinear)) else op.first_row
         if first + rows > weight.rows:
             yield f"{op.name} needs rows {first}..{first + rows} of {weight.name}, which has {weight.rows}"
 

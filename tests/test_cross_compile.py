@@ -89,7 +89,7 @@ LEAST_BYTES = {"linear": 16, "gate_up": 16}
 
 STARTS_NOTHING = {
     *("attention", "causal_conv", "combine_add", "delta_prepare", "delta_scan", "gemm", "gemm_fp4", "group"),
-    *("grouped_down", "grouped_up", "quantise_activations", "rotate_append"),
+    *("grouped_down", "grouped_down_fp4", "grouped_up", "grouped_up_fp4", "quantise_activations", "rotate_append"),
 }
 """Large kernels of prompts: programs of the next launch would crowd where there is room."""
 EARLY_READS = {

@@ -1,9 +1,10 @@
-"""Machine code of ``gemm_fp4`` for every target with FP4 MMA, without a GPU: block-scaled products and nothing else."""
+"""Machine code of projections with 4-bit activations where there is FP4 MMA: block-scaled products, nothing else."""
 
 from __future__ import annotations
 
 import re
 import subprocess
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ INSTRUCTIONS = {
     "sm_121": (WARP_PTX, r"OMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X"),
 }
 """What PTX and machine code call a block-scaled product of E2M1 codes with an E4M3 scale for each 16."""
+EXPERTS = {"grouped_up_fp4", "grouped_down_fp4"}
 CASES = (*(("tiny-moe", target) for target in INSTRUCTIONS), ("lynn-27b-a3b", "sm_121"), ("lynn-27b-a3b", "sm_100"))
 
 
@@ -44,12 +46,19 @@ def test_products_are_block_scaled_fp4_ones(model: str, target: str, tmp_path: P
         pytest.skip("this Triton is too old for FP4 MMA there")
     spec = load_model(model)
     declared = replace(spec, precision=replace(spec.precision, activations="nvfp4"))
-    options = Options(programs=("prefill/16", "prefill"))
+    options = Options(programs=("prefill/16", "prefill/512", "prefill"))
     lowered = lower_programs(declared, Request(find_target(target), options=options))
-    calls = {key: call for _, low in lowered.values() for key, call in low.kernels.items()}
-    sources = {key: call.source for key, call in calls.items() if call.entry.name == "gemm_fp4"}
+    calls = {
+        key: call
+        for program, (_, low) in lowered.items()
+        for key, call in low.kernels.items()
+        if call.entry.name in EXPERTS or (call.entry.name == "gemm_fp4" and program != "prefill/512")
+    }
+    sources = {key: call.source for key, call in calls.items()}
     artifacts = compile_kernels(list(sources.values()), Store(tmp_path))
-    assert len(sources) >= 4
+    names = Counter(calls[key].entry.name for key in sources)
+    tiles = 3 if model == "lynn-27b-a3b" else 2  # of 16, 32 and 64 rows
+    assert names["gemm_fp4"] >= 4 and names["grouped_up_fp4"] == names["grouped_down_fp4"] == tiles
     in_ptx, in_code = INSTRUCTIONS[target]
     for key, source in sources.items():
         artifact, label = artifacts[source.key], calls[key].entry.label

@@ -164,11 +164,14 @@ def quantised_kinds(graph: Graph) -> list[str]:
     return [op.name for op in graph.ops if "Quantis" in op.kind]
 
 
+WITH_4_BITS = {"gemm_fp4", "grouped_up_fp4", "grouped_down_fp4", "quantise_activations"}
+
+
 def test_w4a16_models_and_decode_never_get_4_bit_activations() -> None:
     for model in ("tiny-moe", "tiny-dense", "tiny-full"):
         spec = load_model(model)
         for _, low in lower_programs(spec, Request(find_target("sm_120"))).values():
-            assert not {call.entry.name for call in low.kernels.values()} & {"gemm_fp4", "quantise_activations"}
+            assert not {call.entry.name for call in low.kernels.values()} & WITH_4_BITS
         assert not quantised_kinds(fused_graph(w4a4(spec), "decode/4"))
         assert quantised_kinds(fused_graph(w4a4(spec), "prefill/16")) == quantised_kinds(
             fused_graph(w4a4(spec), "prefill")
@@ -213,15 +216,23 @@ def test_others_get_bf16_activations_and_a_sentence() -> None:
     assert not settle_activations(load_model("tiny-moe"), find_target("sm_90"), ()).note
 
 
-def test_a_plan_says_which_activations_it_uses(kernels_of_this_run: Path) -> None:
-    spec, options = w4a4(load_model("tiny-dense")), Options(programs=("decode/1", "prefill/16"))
+USED = {"tiny-dense": "QuantisedLinear", "tiny-moe": "QuantisedLinear and QuantisedGroupedLinear"}
+
+
+@pytest.mark.parametrize(("model", "used"), USED.items())
+def test_a_plan_says_which_activations_it_uses(model: str, used: str, kernels_of_this_run: Path) -> None:
+    spec, options = w4a4(load_model(model)), Options(programs=("decode/1", "prefill/16"))
     store = Store(kernels_of_this_run)
     with_fp4 = compile_model(spec, Request(find_target("sm_121"), options=options), store)
     assert not with_fp4.note and "quantise_activations" not in with_fp4.plan.options.without
-    assert summarize(with_fp4, 64).activations == "nvfp4 in QuantisedLinear, bf16 elsewhere"
-    problems = [entry.problem for entry in with_fp4.plan.kernels.values() if entry.name == "gemm_fp4"]
-    assert problems and all(problem["activations"] == "nvfp4" for problem in problems)
+    assert summarize(with_fp4, 64).activations == f"nvfp4 in {used}, bf16 elsewhere"
+    kernels = with_fp4.plan.kernels.values()
+    problems = {entry.name: entry.problem for entry in kernels if entry.name in WITH_4_BITS - {"quantise_activations"}}
+    assert len(problems) == (3 if "Grouped" in used else 1)
+    assert all(problem["activations"] == "nvfp4" for problem in problems.values())
+    assert not {entry.name for entry in kernels} & {"grouped_up", "grouped_down"}
     without = compile_model(spec, Request(find_target("sm_90"), options=options), store)
     assert "sm_90 has no FP4 tensor cores" in without.note
     assert without.plan.options.without == ("quantise_activations",)
+    assert not {entry.name for entry in without.plan.kernels.values()} & WITH_4_BITS
     assert summarize(without, 64).activations == "bf16 (the model allows nvfp4)"

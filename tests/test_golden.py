@@ -56,9 +56,10 @@ def with_4_bit_activations(model: str) -> ModelSpec:
     return replace(spec, precision=replace(spec.precision, activations="nvfp4"))
 
 
-def test_graph_with_4_bit_activations(update: bool) -> None:
-    graph = fused_graph(with_4_bit_activations("tiny-dense"), "prefill")
-    check("tiny-dense-w4a4.prefill.fused.txt", str(graph), update)
+@pytest.mark.parametrize("model", ["tiny-moe", "tiny-dense"])
+def test_graph_with_4_bit_activations(model: str, update: bool) -> None:
+    graph = fused_graph(with_4_bit_activations(model), "prefill")
+    check(f"{model}-w4a4.prefill.fused.txt", str(graph), update)
 
 
 @pytest.mark.parametrize("program", ["decode/1", "prefill"])
@@ -98,9 +99,10 @@ def rendered_sources() -> dict[str, str]:
         for call in low.kernels.values():
             found.setdefault(call.entry.name, call.source.text)
     fp4 = Request(find_target("sm_120"), options=Options(programs=("prefill",)))
-    for _, low in lower_programs(with_4_bit_activations("tiny-dense"), fp4).values():
-        for call in low.kernels.values():
-            found.setdefault(call.entry.name, call.source.text)
+    for model in ("tiny-dense", "tiny-moe"):
+        for _, low in lower_programs(with_4_bit_activations(model), fp4).values():
+            for call in low.kernels.values():
+                found.setdefault(call.entry.name, call.source.text)
     return found
 
 

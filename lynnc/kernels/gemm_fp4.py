@@ -3,8 +3,7 @@
 Only the pass ``quantise_activations`` makes these ops, and only where the model declares 4-bit activations and the
 target has FP4 MMA; nothing here asks again. Weights are read in the packed layout and become plain pairs of codes in
 registers: 12 integer instructions for 8 codes. A group's codes keep the order of its word, which is the order that the
-rows are quantised in: a sum over columns does not depend on it. An experts' variant would take the same
-``plain_codes`` and ``dot_fp4``, with rows and weights found by expert as in the grouped BF16 kernels.
+rows are quantised in: a sum over columns does not depend on it. Experts' projections are in ``grouped_fp4.py``.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from lynnc.kernels.kernel import (
 )
 from lynnc.ops import Add
 from lynnc.programs import most_rows
-from lynnc.promptops import QuantiseActivations, QuantisedLinear
+from lynnc.promptops import CODES_IN_WORD, SCALES_IN_WORD, QuantiseActivations, QuantisedLinear
 from lynnc.target import Target
 from lynnc.tensors import GROUP, DType
 
@@ -69,11 +68,21 @@ def _default(problem: Problem, target: Target) -> Knobs:
     }
 
 
+def codes_refusal(rows: int, columns: int, problem: Problem, knobs: Knobs, target: Target) -> str | None:
+    """Why codes and scales of both tiles, ``rows`` together, do not fit; the last of the stages is in registers."""
+    waiting = knobs["num_stages"] - 1 if columns < int(problem["k"]) else 0
+    return shared_memory_refusal("tiles", waiting * rows * columns * 9 // GROUP, target)
+
+
+def instruction_refusal(left_rows: int, knobs: Knobs, target: Target) -> str | None:
+    """Why Triton would make BF16 products of a tile, in silence, and not block-scaled ones."""
+    if target.has_tcgen05 and (left_rows != TCGEN05_ROWS or knobs["num_warps"] not in (4, 8)):
+        return f"tcgen05 takes tiles of {TCGEN05_ROWS} rows by 4 or 8 warps"
+    return None
+
+
 def _fits_shared_memory(problem: Problem, knobs: Knobs, target: Target) -> str | None:
-    """Codes and scales of both tiles for every stage in flight, and the weight's codes again in their plain order."""
-    rows, stages = knobs["BLOCK_M"] + knobs["BLOCK_N"], knobs["num_stages"]
-    needed = stages * rows * knobs["BLOCK_K"] * 9 // GROUP + knobs["BLOCK_N"] * knobs["BLOCK_K"] // 2
-    return shared_memory_refusal("tiles", needed, target)
+    return codes_refusal(knobs["BLOCK_M"] + knobs["BLOCK_N"], knobs["BLOCK_K"], problem, knobs, target)
 
 
 def _sums_fit_registers(problem: Problem, knobs: Knobs, target: Target) -> str | None:
@@ -81,10 +90,7 @@ def _sums_fit_registers(problem: Problem, knobs: Knobs, target: Target) -> str |
 
 
 def _fits_instruction(problem: Problem, knobs: Knobs, target: Target) -> str | None:
-    """Whether Triton makes block-scaled instructions of a tile, not BF16 ones in silence."""
-    if target.has_tcgen05 and (knobs["BLOCK_M"] != TCGEN05_ROWS or knobs["num_warps"] not in (4, 8)):
-        return f"tcgen05 takes tiles of {TCGEN05_ROWS} rows by 4 or 8 warps"
-    return None
+    return instruction_refusal(knobs["BLOCK_M"], knobs, target)
 
 
 def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
@@ -108,7 +114,7 @@ def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
     )
     constants = {
         "K": weight.columns,
-        "SCALE_STRIDE": 4 * graph.tensors[linear.scales].width,
+        "SCALE_STRIDE": SCALES_IN_WORD * graph.tensors[linear.scales].width,
         "RESIDUAL": bool(adds),
         "OUT_F32": graph.tensors[out].dtype is DType.F32,
         "PART_ROWS": part_rows(weight),
@@ -138,7 +144,12 @@ GEMM_FP4 = Kernel(
 
 
 def _quantise_problem(graph: Graph, op: Op) -> Problem:
-    return {"k": graph.tensors[need(op, QuantiseActivations).x].width}
+    return {"k": _quantised_columns(graph, need(op, QuantiseActivations))}
+
+
+def _quantised_columns(graph: Graph, quantise: QuantiseActivations) -> int:
+    """Columns of what is quantised as a row: a row of x, or one of its pairs."""
+    return CODES_IN_WORD * int(graph.tensors[quantise.codes].shape[-1])
 
 
 def _quantise_default(problem: Problem, target: Target) -> Knobs:
@@ -147,7 +158,8 @@ def _quantise_default(problem: Problem, target: Target) -> Knobs:
 
 def _bind_quantise(graph: Graph, op: Op, knobs: Knobs) -> Binding:
     quantise = need(op, QuantiseActivations)
-    x, place = graph.tensors[quantise.x], placed(graph, quantise.x)
+    x, place, columns = graph.tensors[quantise.x], placed(graph, quantise.x), _quantised_columns(graph, quantise)
+    pairs = x.width // columns  # of a row; where there are several, x is a tensor of its own
     args = (
         tensor_arg(graph, "x", quantise.x),
         tensor_arg(graph, "codes", quantise.codes),
@@ -155,13 +167,13 @@ def _bind_quantise(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         tensor_arg(graph, "row_scale", quantise.row_scale),
     )
     constants = {
-        "K": x.width,
-        "X_STRIDE": place.stride,
+        "K": columns,
+        "X_STRIDE": place.stride // pairs,
         "X_OFFSET": place.offset,
-        "SCALE_STRIDE": 4 * graph.tensors[quantise.scales].width,
-        "BLOCK_G": max(4, next_power_of_two(x.width // GROUP)),
+        "SCALE_STRIDE": SCALES_IN_WORD * int(graph.tensors[quantise.scales].shape[-1]),
+        "BLOCK_G": max(4, next_power_of_two(columns // GROUP)),
     }
-    return Binding(args, constants, (x.shape[0], 1, 1))
+    return Binding(args, constants, (x.shape[0] * pairs, 1, 1))
 
 
 QUANTISE = Kernel(

@@ -32,7 +32,7 @@ from lynnc.kernels.kernel import (
 )
 from lynnc.kernels.moe import ELEMENTWISE_SPACE, elementwise_default, gate_args, matrix_constants
 from lynnc.ops import Add, Combine, Linear, SharedAdd, SiluMul
-from lynnc.promptops import GroupByExpert, GroupedLinear
+from lynnc.promptops import GroupByExpert, GroupedLinear, QuantisedLinear
 from lynnc.target import Target
 from lynnc.tensors import Dim, Tensor, Weight
 
@@ -54,7 +54,7 @@ WIDE_TILE = 64
 SECOND_NAMES = ("data2", "scales2", "globals2")
 
 
-def _tile(graph: Graph, tiles: str) -> tuple[int, Tensor]:
+def tile_of(graph: Graph, tiles: str) -> tuple[int, Tensor]:
     """Rows of a tile, and the tensor of tiles."""
     group = next(op for op in graph.ops if isinstance(op, GroupByExpert) and op.tiles == tiles)
     return group.tile, graph.tensors[tiles]
@@ -85,7 +85,7 @@ def _group_default(problem: Problem, target: Target) -> Knobs:
     return {"BLOCK": 2048, "num_warps": 8, "num_stages": 1}
 
 
-def _shared_args(graph: Graph, shared: Linear | None, weight: Weight) -> tuple[Arg, ...]:
+def shared_args(graph: Graph, shared: Linear | QuantisedLinear | None, weight: Weight) -> tuple[Arg, ...]:
     """The shared expert's weight, which has the format of the routed ones."""
     if shared is None:
         kinds = (DATA_POINTER[weight.format], weight_args(weight, SECOND_NAMES)[1].type, "*fp32")
@@ -93,7 +93,7 @@ def _shared_args(graph: Graph, shared: Linear | None, weight: Weight) -> tuple[A
     return weight_args(graph.weights[shared.weight], SECOND_NAMES)
 
 
-def _tile_columns(weight: Weight, wanted: int) -> int:
+def tile_columns(weight: Weight, wanted: int) -> int:
     """Columns of a block: not far more than the weight has."""
     return max(64, min(wanted, next_power_of_two(weight.columns)))
 
@@ -108,15 +108,14 @@ def _tiles_problem(graph: Graph, op: Op) -> Problem:
         "order": graph.tensors[linear.x].order.value,
         "shared": int(shared is not None),
         "slots": int(graph.tensors[linear.order].shape[1]),
-        "tile": _tile(graph, linear.tiles)[0],
+        "tile": tile_of(graph, linear.tiles)[0],
     }
 
 
-def _grid(graph: Graph, op: Op, columns: int) -> tuple[Dim, Dim, Dim]:
+def tiles_grid(graph: Graph, tiles: str, columns: int, shared: bool) -> tuple[Dim, Dim, Dim]:
     """Programs: blocks of columns first, so that those of a tile, and tiles of an expert, run beside each other."""
-    linear = need(op, GroupedLinear)
-    tile, tiles = _tile(graph, linear.tiles)
-    return columns, tiles.shape[0] + (ceil_div(graph.rows, tile) if find(op, Linear) else 0), 1
+    tile, tensor = tile_of(graph, tiles)
+    return columns, tensor.shape[0] + (ceil_div(graph.rows, tile) if shared else 0), 1
 
 
 def _constants(graph: Graph, op: Op, knobs: Knobs) -> Mapping[str, int | float | bool]:
@@ -126,9 +125,9 @@ def _constants(graph: Graph, op: Op, knobs: Knobs) -> Mapping[str, int | float |
         "K": weight.columns,
         **matrix_constants(weight),
         "SHARED": find(op, Linear) is not None,
-        "TILE": _tile(graph, linear.tiles)[0],
+        "TILE": tile_of(graph, linear.tiles)[0],
         "BLOCK_N": knobs["BLOCK_N"],
-        "BLOCK_K": _tile_columns(weight, knobs["BLOCK_K"]),
+        "BLOCK_K": tile_columns(weight, knobs["BLOCK_K"]),
         "SWAP": bool(knobs["SWAP"]),
         "LANES": graph.tensors[linear.x].order is ColumnOrder.LANES,
         "WARPS": knobs["num_warps"],
@@ -146,7 +145,7 @@ def _bind_up(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         tensor_arg(graph, "act", acts[linear.out]),
         tensor_arg(graph, "shared_act", acts[shared.out]) if shared else null_arg("shared_act", "*bf16"),
         *weight_args(weight, ("data", "scales", "globals_")),
-        *_shared_args(graph, shared, weight),
+        *shared_args(graph, shared, weight),
         value_arg("rows", graph.rows),
     )
     size = weight.rows // 2
@@ -158,7 +157,8 @@ def _bind_up(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         "TOP_K": int(graph.tensors[linear.order].shape[1]),
         "ACT_LANES": graph.tensors[acts[linear.out]].order is ColumnOrder.LANES,
     }
-    return Binding(args, MappingProxyType(constants), _grid(graph, op, -(-size // knobs["BLOCK_N"])))
+    grid = tiles_grid(graph, linear.tiles, -(-size // knobs["BLOCK_N"]), shared is not None)
+    return Binding(args, MappingProxyType(constants), grid)
 
 
 def _bind_down(graph: Graph, op: Op, knobs: Knobs) -> Binding:
@@ -172,11 +172,12 @@ def _bind_down(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         tensor_arg(graph, "out", linear.out),
         tensor_arg(graph, "shared_out", shared.out) if shared else null_arg("shared_out", "*bf16"),
         *weight_args(weight, ("data", "scales", "globals_")),
-        *_shared_args(graph, shared, weight),
+        *shared_args(graph, shared, weight),
         value_arg("rows", graph.rows),
     )
     constants = {**_constants(graph, op, knobs), "N": weight.rows}
-    return Binding(args, MappingProxyType(constants), _grid(graph, op, -(-weight.rows // knobs["BLOCK_N"])))
+    grid = tiles_grid(graph, linear.tiles, -(-weight.rows // knobs["BLOCK_N"]), shared is not None)
+    return Binding(args, MappingProxyType(constants), grid)
 
 
 def _up_default(problem: Problem, target: Target) -> Knobs:
@@ -221,7 +222,8 @@ def _both_sums_fit_registers(problem: Problem, knobs: Knobs, target: Target) -> 
     return _sums_fit_registers(problem, _both(knobs), target)
 
 
-def _has_two_halves(problem: Problem, knobs: Knobs, target: Target) -> str | None:
+def has_two_halves(problem: Problem, knobs: Knobs, target: Target) -> str | None:
+    """Whether the weight's rows are gate and up."""
     return None if int(problem["n"]) % 2 == 0 else f"the weight has {problem['n']} rows, not gate and up of one size"
 
 
@@ -264,7 +266,7 @@ GROUPED_UP = Kernel(
     default=_up_default,
     problem=_tiles_problem,
     bind=_bind_up,
-    constraints=(_has_two_halves, _halves_fit_lanes, _fits_shared_memory, _both_sums_fit_registers),
+    constraints=(has_two_halves, _halves_fit_lanes, _fits_shared_memory, _both_sums_fit_registers),
 )
 GROUPED_DOWN = Kernel(
     name="grouped_down",

@@ -13,6 +13,7 @@ from lynnc.kernels import (
     gemm_fp4,
     greedy,
     grouped,
+    grouped_fp4,
     linear,
     mlp,
     moe,
@@ -35,6 +36,7 @@ KERNELS: tuple[Kernel, ...] = (
     *moe.KERNELS,
     *experts.KERNELS,
     *grouped.KERNELS,
+    *grouped_fp4.KERNELS,
     *parts.KERNELS,
     *mlp.KERNELS,
 )
