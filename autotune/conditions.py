@@ -15,9 +15,10 @@ from lynnc.runtime.budget import Room
 @dataclass(frozen=True, slots=True)
 class Pace:
     """How long measurements are: seconds of GPU time that one run of a chain is to have, by at most ``most`` passes of
-    it, and of steps as well; seconds after which no further run is begun."""
+    it, and of steps as well; seconds of a chain that is timed whole; seconds after which no further run is begun."""
 
     run_seconds: float = 2e-3
+    chain_seconds: float = 4e-3
     most: int = 8
     step_seconds: float = 20e-3
     most_steps: int = 16

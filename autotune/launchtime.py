@@ -3,17 +3,19 @@
 In: calls. Out: a ``Timing``. The launches of one kernel over all layers follow each other with the programmatic launch
 that each has in the step. A chain that moves more than the L2 cache holds is cold by itself: a pass that does not count
 goes first. Before each pass of any other a larger block of memory is overwritten. Either way the GPU is busy until the
-host has started what is timed.
+host has started what is timed. Of a chain that takes long a part is timed: launches of all layers are alike.
 
 Example::
 
-    timer.chain(calls, columns, repeats=5, is_rotating=True).over(len(calls))
+    timer.chain(calls, columns, repeats=5, cold_calls=9)
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -22,6 +24,9 @@ from lynnc.bench.timing import Timing, timing_of
 from lynnc.runtime.device import Call, StepGraph
 from lynnc.runtime.executor import Executor
 from lynnc.runtime.rows import Columns
+
+LEAST_CALLS = 4
+"""Launches of a chain that is timed in part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +39,27 @@ class Timer:
     pace: Pace
     say_alive: Callable[[], None]
 
-    def chain(self, calls: Sequence[Call], columns: Columns, repeats: int, is_rotating: bool) -> Timing:
-        """GPU seconds of some launches as a graph, at least one run even if it takes long."""
-        once = self._behind_itself if is_rotating else self._behind_flush
-        graph = self.capture(calls)
-        try:
-            passes = _passes(once(graph, columns, 1), self.pace.run_seconds, self.pace.most)
+    def chain(self, calls: Sequence[Call], columns: Columns, repeats: int, cold_calls: int) -> Timing:
+        """GPU seconds of one of some launches, which run as a graph, at least one run even if it takes long.
+
+        So many of them as ``cold_calls`` leave nothing in the cache of what the next pass reads first; it is 0 if all
+        together leave something.
+        """
+        once = self._behind_itself if cold_calls else self._behind_flush
+        with ExitStack() as undo:
+            graph = undo.enter_context(closing(self.capture(calls)))
+            whole = once(graph, columns, 1)
+            wanted = math.ceil(len(calls) * self.pace.chain_seconds / whole) if whole else len(calls)
+            count = min(len(calls), max(wanted, cold_calls, LEAST_CALLS))
+            if count < len(calls):
+                graph = undo.enter_context(closing(self.capture(calls[:count])))
+            passes = _passes(whole * count / len(calls), self.pace.run_seconds, self.pace.most)
             ends = time.monotonic() + self.pace.enough_seconds
             seconds: list[float] = []
             while len(seconds) < repeats and (not seconds or time.monotonic() < ends):
                 self.say_alive()
                 seconds.append(once(graph, columns, passes))
-        finally:
-            graph.close()
-        return timing_of(seconds)
+        return timing_of(seconds).over(count)
 
     def steps(self, graphs: Sequence[StepGraph], columns: Columns, repeats: int, most: int) -> list[Timing]:
         """Seconds of a step by each graph, taken in turns: what drifts, drifts for all of them. No more than ``most``

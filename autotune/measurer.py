@@ -124,8 +124,7 @@ class Measurer:
                 return Outcome(Status.WRONG, reason=fault), is_spoilt
         self.say(CANDIDATE)
         chain = [call for call in stage.calls(task.variant.launches, kernels) if call.op in stage.ops]
-        timing = self._timer.chain(chain, stage.columns, task.repeats, self._is_rotating(stage))
-        return timed(timing.over(len(chain))), False
+        return timed(self._timer.chain(chain, stage.columns, task.repeats, self._cold_calls(stage))), False
 
     def _fault(self, task: KernelTask, kernels: Mapping[str, KernelFacts], stage: Stage, reference: Reference) -> str:
         calls = {call.op: call for call in stage.calls(task.variant.launches, kernels)}
@@ -247,12 +246,15 @@ class Measurer:
             begin(self.executor, behind)
             self._states[behind] = self.executor.memory.save_states()
 
-    def _is_rotating(self, stage: Stage) -> bool:
-        """Whether a pass of the stage's launches leaves nothing in the cache of what the next one reads first."""
-        graph, behind = stage.step.graph, self.conditions.before(stage.name)
-        found = [cost(graph, stage.op(op)) for op in stage.ops]
-        moved = (evaluate_formula(one.weight_bytes + one.state_bytes, stage.step.rows, behind) for one in found)
-        return sum(moved) > self._timer.flush_bytes
+    def _cold_calls(self, stage: Stage) -> int:
+        """Launches of a stage after which the cache holds nothing that a next pass reads first; 0 if it always does."""
+        graph, behind, moved = stage.step.graph, self.conditions.before(stage.name), 0.0
+        for count, op in enumerate(stage.ops, start=1):
+            found = cost(graph, stage.op(op))
+            moved += evaluate_formula(found.weight_bytes + found.state_bytes, stage.step.rows, behind)
+            if moved > self._timer.flush_bytes:
+                return count
+        return 0
 
     def _step(self, name: str) -> Readback:
         if name not in self._steps:
