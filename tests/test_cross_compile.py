@@ -88,10 +88,11 @@ LEAST_BYTES = {"linear": 16, "gate_up": 16}
 
 
 STARTS_NOTHING = {
-    *("attention", "causal_conv", "combine_add", "delta_prepare", "delta_scan", "gemm", "gemm_fp4", "group"),
-    *("grouped_down", "grouped_down_fp4", "grouped_up", "grouped_up_fp4", "quantise_activations", "rotate_append"),
+    *("attention", "causal_conv", "combine_add", "delta_prepare", "delta_scan", "gated_norm", "gemm", "gemm_fp4"),
+    *("group", "grouped_down", "grouped_down_fp4", "grouped_up", "grouped_up_fp4", "quantise_activations", "rms_norm"),
+    *("rotate_append", "silu_mul", "sum_parts"),
 }
-"""Large kernels of prompts: programs of the next launch would crowd where there is room."""
+"""Kernels of prompts: programs of the next launch would crowd where there is room."""
 EARLY_READS = {
     "attention_step": {"position", "slot", "k_cache", "v_cache"},
     "attention_partial": {"position", "slot"},
