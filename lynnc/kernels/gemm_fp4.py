@@ -13,6 +13,7 @@ from types import MappingProxyType
 from lynnc.ir import Graph, Op
 from lynnc.kernels.constraints import shared_memory_refusal, sums_refusal
 from lynnc.kernels.kernel import (
+    Arg,
     Binding,
     Choice,
     Family,
@@ -33,7 +34,7 @@ from lynnc.kernels.kernel import (
 )
 from lynnc.ops import Add
 from lynnc.programs import most_rows
-from lynnc.promptops import CODES_IN_WORD, SCALES_IN_WORD, QuantiseActivations, QuantisedLinear
+from lynnc.promptops import CODES_IN_WORD, SCALES_IN_WORD, QuantiseActivations, QuantisedGroupedLinear, QuantisedLinear
 from lynnc.target import Target
 from lynnc.tensors import GROUP, DType
 
@@ -93,6 +94,15 @@ def _fits_instruction(problem: Problem, knobs: Knobs, target: Target) -> str | N
     return instruction_refusal(knobs["BLOCK_M"], knobs, target)
 
 
+def rows_args(graph: Graph, linear: QuantisedLinear | QuantisedGroupedLinear, prefix: str = "") -> tuple[Arg, ...]:
+    """The quantised rows that a launch reads."""
+    return (
+        tensor_arg(graph, f"{prefix}codes", linear.codes, "*u8"),
+        tensor_arg(graph, f"{prefix}code_scales", linear.scales, "*u8"),
+        tensor_arg(graph, f"{prefix}row_scale", linear.row_scale),
+    )
+
+
 def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
     linear = need(op, QuantisedLinear)
     adds = body_of(op, Add)
@@ -100,9 +110,7 @@ def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
     weight, width = graph.weights[linear.weight], graph.tensors[linear.out].width
     rows = graph.tensors[out].shape[0]
     args = (
-        tensor_arg(graph, "codes", linear.codes, "*u8"),
-        tensor_arg(graph, "code_scales", linear.scales, "*u8"),
-        tensor_arg(graph, "row_scale", linear.row_scale),
+        *rows_args(graph, linear),
         tensor_arg(graph, "residual", adds[0].a) if adds else null_arg("residual", "*bf16"),
         tensor_arg(graph, "out", out),
         *weight_args(weight, ("data", "scales", "globals_")),

@@ -93,9 +93,9 @@ def shared_args(graph: Graph, shared: Linear | QuantisedLinear | None, weight: W
     return weight_args(graph.weights[shared.weight], SECOND_NAMES)
 
 
-def tile_columns(weight: Weight, wanted: int) -> int:
+def tile_columns(columns: int, wanted: int) -> int:
     """Columns of a block: not far more than the weight has."""
-    return max(64, min(wanted, next_power_of_two(weight.columns)))
+    return max(64, min(wanted, next_power_of_two(columns)))
 
 
 def _tiles_problem(graph: Graph, op: Op) -> Problem:
@@ -127,7 +127,7 @@ def _constants(graph: Graph, op: Op, knobs: Knobs) -> Mapping[str, int | float |
         "SHARED": find(op, Linear) is not None,
         "TILE": tile_of(graph, linear.tiles)[0],
         "BLOCK_N": knobs["BLOCK_N"],
-        "BLOCK_K": tile_columns(weight, knobs["BLOCK_K"]),
+        "BLOCK_K": tile_columns(weight.columns, knobs["BLOCK_K"]),
         "SWAP": bool(knobs["SWAP"]),
         "LANES": graph.tensors[linear.x].order is ColumnOrder.LANES,
         "WARPS": knobs["num_warps"],
@@ -199,18 +199,18 @@ def _fits_lanes(problem: Problem, knobs: Knobs, target: Target) -> str | None:
     return "columns in the order of lanes need SWAP"
 
 
-def _both(knobs: Knobs) -> Knobs:
+def both_halves(knobs: Knobs) -> Knobs:
     """The tile of a program that multiplies with BLOCK_N rows of gate and as many of up at once."""
     return {**knobs, "BLOCK_N": 2 * knobs["BLOCK_N"]}
 
 
 def _halves_fit_lanes(problem: Problem, knobs: Knobs, target: Target) -> str | None:
-    return _fits_lanes(problem, _both(knobs), target)
+    return _fits_lanes(problem, both_halves(knobs), target)
 
 
 def _fits_shared_memory(problem: Problem, knobs: Knobs, target: Target) -> str | None:
     """The rows of a tile for every stage in flight; weights may pass from memory to registers."""
-    columns = min(knobs["BLOCK_K"], max(64, next_power_of_two(int(problem["k"]))))
+    columns = tile_columns(int(problem["k"]), knobs["BLOCK_K"])
     return shared_memory_refusal("tiles", 2 * knobs["num_stages"] * int(problem["tile"]) * columns, target)
 
 
@@ -219,7 +219,7 @@ def _sums_fit_registers(problem: Problem, knobs: Knobs, target: Target) -> str |
 
 
 def _both_sums_fit_registers(problem: Problem, knobs: Knobs, target: Target) -> str | None:
-    return _sums_fit_registers(problem, _both(knobs), target)
+    return _sums_fit_registers(problem, both_halves(knobs), target)
 
 
 def has_two_halves(problem: Problem, knobs: Knobs, target: Target) -> str | None:

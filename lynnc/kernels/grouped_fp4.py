@@ -13,8 +13,8 @@ from types import MappingProxyType
 
 from lynnc.ir import Graph, Op, primitive_ops
 from lynnc.kernels.constraints import sums_refusal
-from lynnc.kernels.gemm_fp4 import TCGEN05_ROWS, codes_refusal, instruction_refusal
-from lynnc.kernels.grouped import WIDE_TILE, has_two_halves, shared_args, tile_columns, tile_of, tiles_grid
+from lynnc.kernels.gemm_fp4 import TCGEN05_ROWS, codes_refusal, instruction_refusal, rows_args
+from lynnc.kernels.grouped import WIDE_TILE, both_halves, has_two_halves, shared_args, tile_columns, tile_of, tiles_grid
 from lynnc.kernels.kernel import (
     Arg,
     Binding,
@@ -27,7 +27,6 @@ from lynnc.kernels.kernel import (
     Problem,
     find,
     need,
-    next_power_of_two,
     null_arg,
     part_rows,
     tensor_arg,
@@ -78,7 +77,7 @@ def _fits_instruction(problem: Problem, knobs: Knobs, target: Target) -> str | N
 
 
 def _fits_shared_memory(problem: Problem, knobs: Knobs, target: Target) -> str | None:
-    columns = min(knobs["BLOCK_K"], max(64, next_power_of_two(int(problem["k"]))))
+    columns = tile_columns(int(problem["k"]), knobs["BLOCK_K"])
     return codes_refusal(int(problem["tile"]) + knobs["BLOCK_N"], columns, problem, knobs, target)
 
 
@@ -87,20 +86,11 @@ def _sums_fit_registers(problem: Problem, knobs: Knobs, target: Target) -> str |
 
 
 def _both_fit(problem: Problem, knobs: Knobs, target: Target) -> str | None:
-    """The same for a program that multiplies with BLOCK_N rows of gate and as many of up at once."""
-    both = {**knobs, "BLOCK_N": 2 * knobs["BLOCK_N"]}
-    return next((why for check in _CONSTRAINTS if (why := check(problem, both, target))), None)
+    """The same for gate and up together."""
+    return next((why for check in _CONSTRAINTS if (why := check(problem, both_halves(knobs), target))), None)
 
 
 _CONSTRAINTS = (_fits_instruction, _fits_shared_memory, _sums_fit_registers)
-
-
-def _rows_args(graph: Graph, linear: QuantisedGroupedLinear | QuantisedLinear, prefix: str = "") -> tuple[Arg, ...]:
-    return (
-        tensor_arg(graph, f"{prefix}codes", linear.codes, "*u8"),
-        tensor_arg(graph, f"{prefix}code_scales", linear.scales, "*u8"),
-        tensor_arg(graph, f"{prefix}row_scale", linear.row_scale),
-    )
 
 
 def _weights_args(graph: Graph, op: Op) -> tuple[Arg, ...]:
@@ -120,7 +110,7 @@ def _constants(graph: Graph, op: Op, knobs: Knobs) -> Mapping[str, int | float |
         "SHARED": find(op, QuantisedLinear) is not None,
         "TILE": tile_of(graph, linear.tiles)[0],
         "BLOCK_N": knobs["BLOCK_N"],
-        "BLOCK_K": tile_columns(weight, knobs["BLOCK_K"]),
+        "BLOCK_K": tile_columns(weight.columns, knobs["BLOCK_K"]),
     }
 
 
@@ -129,7 +119,7 @@ def _bind_up(graph: Graph, op: Op, knobs: Knobs) -> Binding:
     acts = {act.x: act.out for act in primitive_ops(op) if isinstance(act, SiluMul)}
     size, order = graph.weights[linear.weight].rows // 2, graph.tensors[linear.order]
     args = (
-        *_rows_args(graph, linear),
+        *rows_args(graph, linear),
         tensor_arg(graph, "order", linear.order),
         tensor_arg(graph, "tiles", linear.tiles),
         tensor_arg(graph, "act", acts[linear.out]),
@@ -150,8 +140,8 @@ def _bind_down(graph: Graph, op: Op, knobs: Knobs) -> Binding:
         null_arg("shared_row_scale", "*fp32"),
     )
     args = (
-        *_rows_args(graph, linear),
-        *(_rows_args(graph, shared, "shared_") if shared else nothing),
+        *rows_args(graph, linear),
+        *(rows_args(graph, shared, "shared_") if shared else nothing),
         tensor_arg(graph, "order", linear.order),
         tensor_arg(graph, "tiles", linear.tiles),
         tensor_arg(graph, "out", linear.out),
