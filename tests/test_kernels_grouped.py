@@ -61,6 +61,8 @@ def test_every_order_of_operands_matches_the_interpreter(case: Case, knobs: Knob
     compare(run(graph, inputs_of(case, 40), knobs), graph.outputs)
 
 
+TILE_OF_TWO_BLOCKS = {"BLOCK_N": 64, "BLOCK_K": 256, "SWAP": 1, "num_warps": 4, "num_stages": 2}
+TWO_BLOCKS: Knobs = {"grouped_up": TILE_OF_TWO_BLOCKS, "grouped_down": TILE_OF_TWO_BLOCKS}
 BLOCKS = Case("blocks", hidden=256, size=128, shared=128)
 ORDERS = (("y", "act", "shared_act"), ("y",), ("act", "shared_act"))
 
@@ -74,15 +76,16 @@ def test_columns_in_the_order_of_lanes(ordered: tuple[str, ...], fmt: Format) ->
 
 
 @pytest.mark.parametrize("program", ["prefill/16", "prefill"])
-def test_columns_in_the_order_of_lanes_by_default(program: str) -> None:
+@pytest.mark.parametrize("knobs", [{}, TWO_BLOCKS], ids=["default", "two-blocks"])
+def test_columns_in_the_order_of_lanes_by_default_and_two_blocks_a_pass(program: str, knobs: Knobs) -> None:
     case = replace(BLOCKS, shared=0, size=256)
     graph = in_lanes(grouped(case, program), "y", "act")
-    compare(run(graph, inputs_of(case, 13), {}), graph.outputs)
+    compare(run(graph, inputs_of(case, 13), knobs), graph.outputs)
 
 
 def test_tiles_that_do_not_fit_lanes_are_refused_with_the_reason() -> None:
     graph = in_lanes(grouped(BLOCKS), "y")
-    for knobs, reason in ((LEFT, "BLOCK_K=128"), (RIGHT, "need SWAP")):
+    for knobs, reason in ((LEFT, "BLOCK_K a multiple of 128"), (RIGHT, "need SWAP")):
         with pytest.raises(OptionError, match=reason):
             choose_all(graph, TARGET, Records(), knobs)
 

@@ -24,6 +24,8 @@ from lynnc.tensors import DType, Format, Part, T, Weight
 PACKED = (Format.NVFP4, Format.NVFP4_FP16)
 SMALL = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 2, "num_stages": 1}
 """Tiles of a weight whose rows are two matrix instructions of each warp."""
+WIDE = {**SMALL, "BLOCK_K": 256}
+"""Two blocks of columns a pass, of which the second may reach past the last column."""
 
 
 def limit_of(fmt: Format) -> float:
@@ -59,7 +61,7 @@ def projection(fmt: Format, columns: int, rows: int = 80, first_row: int = 24) -
 
 @pytest.mark.parametrize("fmt", PACKED)
 @pytest.mark.parametrize("columns", [256, 384])
-@pytest.mark.parametrize("knobs", [{}, SMALL], ids=["default", "small"])
+@pytest.mark.parametrize("knobs", [{}, SMALL, WIDE], ids=["default", "small", "wide"])
 def test_projection(fmt: Format, columns: int, knobs: dict[str, int]) -> None:
     graph = projection(fmt, columns)
     found = run(graph, 37, gemm=knobs)
@@ -69,7 +71,7 @@ def test_projection(fmt: Format, columns: int, knobs: dict[str, int]) -> None:
 def test_tiles_that_do_not_fit_lanes_are_refused_with_the_reason() -> None:
     graph = projection(Format.NVFP4, 256)
     for knobs in ({**SMALL, "BLOCK_K": 64}, {**SMALL, "num_warps": 8}):
-        with pytest.raises(OptionError, match="order of lanes need BLOCK_K=128 and BLOCK_N a multiple of"):
+        with pytest.raises(OptionError, match="order of lanes need BLOCK_K a multiple of 128 and BLOCK_N of"):
             choose_all(graph, harness.TARGET, Records(), {"gemm": knobs})
 
 
@@ -114,10 +116,11 @@ def test_sums_by_parts(fmt: Format, norm: bool) -> None:
         assert_close(found.kernels[name], found.reference[name], limit_of(fmt), name)
 
 
-def test_four_parts_in_small_tiles() -> None:
+@pytest.mark.parametrize("knobs", [SMALL, WIDE], ids=["small", "wide"])
+def test_four_parts_in_small_tiles(knobs: dict[str, int]) -> None:
     graph = in_lanes(split_columns(chain(Format.NVFP4, 2048, 144, norm=False)), "h")
     assert [graph.tensors[name].shape[1] for name in graph.ops[0].writes] == [4]
-    found = run(graph, 13, gemm=SMALL)
+    found = run(graph, 13, gemm=knobs)
     assert_close(found.kernels["z"], found.reference["z"], 4e-3, "four parts")
 
 

@@ -72,8 +72,8 @@ def _default(problem: Problem, target: Target) -> Knobs:
     columns = _part_columns(problem)
     power = columns & -columns  # the largest that divides them
     block_k = min(block_k, power if power >= 64 else next_power_of_two(columns))
-    if problem["order"] == ColumnOrder.LANES:
-        block_k = BLOCK
+    if problem["order"] == ColumnOrder.LANES:  # 16 rows: half the passes gain a tenth on an H200
+        block_k = 2 * BLOCK if block_m <= 16 and columns % (2 * BLOCK) == 0 else BLOCK
     knobs = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps, "num_stages": stages}
     while knobs["num_stages"] > 1 and _fits_shared_memory(problem, knobs, target):
         knobs["num_stages"] -= 1
@@ -120,9 +120,9 @@ def fits_lanes(problem: Problem, knobs: Knobs, target: Target) -> str | None:
     if problem["order"] != ColumnOrder.LANES:
         return None
     rows = 16 * knobs["num_warps"]
-    if knobs["BLOCK_K"] == BLOCK and knobs["BLOCK_N"] % rows == 0:
+    if knobs["BLOCK_K"] % BLOCK == 0 and knobs["BLOCK_N"] % rows == 0:
         return None
-    return f"columns in the order of lanes need BLOCK_K={BLOCK} and BLOCK_N a multiple of {rows}"
+    return f"columns in the order of lanes need BLOCK_K a multiple of {BLOCK} and BLOCK_N of {rows}"
 
 
 def _bind(graph: Graph, op: Op, knobs: Knobs) -> Binding:
