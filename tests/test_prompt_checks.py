@@ -48,7 +48,10 @@ def test_a_plan_that_is_right_passes(executor: Executor) -> None:
     assert set(found) == {"prompt_layers_agree", "long_prompt"}
     assert all(check.is_passed for checks in found.values() for check in checks), found
     assert all(0 < max(check.worst.values()) < 1e-2 for check in found["prompt_layers_agree"])
-    assert len(found["prompt_layers_agree"][0].worst) == 3
+    *short, longest = found["prompt_layers_agree"]
+    assert {len(check.worst) for check in short} == {3}
+    assert len(longest.worst) == len(TINY.spec.layers)
+    assert found["long_prompt"][0].params["same_token"] == 1
 
 
 def test_a_layer_that_goes_another_way_is_named(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,5 +77,15 @@ def test_a_long_prompt_that_depends_on_its_cut_fails(executor: Executor, monkeyp
         return prefill(tokens)
 
     monkeypatch.setattr(type(executor), "prefill", lambda self, tokens: forgetful(tokens))
+    monkeypatch.setattr(prompt_checks, "limit_of", lambda executor: 0.1)
     (check,) = run(executor)["long_prompt"]
     assert not check.is_passed
+
+
+def test_another_token_must_have_been_nearly_chosen() -> None:
+    whole = torch.tensor([3.0, 2.9, -1.0, 0.0]).double()
+    ends = prompt_checks.Ends(whole, 0.1)
+    ends.add("near", whole + torch.tensor([-0.1, 0.1, 0.0, 0.0]))
+    ends.add("far", torch.tensor([2.0, 1.9, -1.0, 2.1]).double())
+    assert ends.passed == 1
+    assert ends.params == {"limit": 0.1, "same_token": 0, "largest_margin": pytest.approx(3.0 / 2.1453, abs=1e-3)}
