@@ -76,7 +76,8 @@ def flow_of(
         parts.setdefault(key, []).append((-1 if layer is None else layer, launches))
     writers = {name: op.name for op in costed.graph.ops for name in op.writes}
     ops = {op.name: op for op in costed.graph.ops}
-    reader = _Reader(costed, {use.entry.key: use for use in uses}, setting, writers, ops)
+    least = sum(costed.estimate(launch, setting.rows, setting.context).seconds for launch in costed.program.launches)
+    reader = _Reader(costed, {use.entry.key: use for use in uses}, setting, writers, ops, least)
     return tuple(_block(reader, same, mixers) for same in parts.values())
 
 
@@ -92,13 +93,14 @@ def _short(op: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """What boxes are made of: ``writers`` has the op that writes each tensor."""
+    """What boxes are made of: ``writers`` has the op that writes each tensor, ``least`` is the step's least time."""
 
     costed: CostedProgram
     uses: Mapping[str, KernelUse]
     setting: Setting
     writers: Mapping[str, str]
     ops: Mapping[str, Op]
+    least: float
 
     def box(self, launches: Sequence[Launch]) -> Box:
         """The box of like launches of several layers."""
@@ -106,7 +108,6 @@ class _Reader:
         ops = [self.ops[launch.op] for launch in launches]
         grids = [[evaluate(size, rows, context) for size in launch.grid] for launch in launches]
         estimates = [self.costed.estimate(launch, rows, context) for launch in launches]
-        total = sum(use.least_s for use in self.uses.values())
         return Box(
             op=_short(first.op),
             kind=first.kind,
@@ -116,7 +117,7 @@ class _Reader:
             grid=" × ".join(_range_text(axis) for axis in zip(*grids, strict=True)),
             mean=mean_estimate(estimates),
             count=len(launches),
-            share=sum(one.seconds for one in estimates) / total,
+            share=sum(one.seconds for one in estimates) / self.least,
         )
 
     def _reads(self, op: Op) -> Iterator[str]:
