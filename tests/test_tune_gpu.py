@@ -12,7 +12,8 @@ from lynnc.record import RecordOrigin, parse_records
 from lynnc.report.tuning import TuneSummary
 
 pytestmark = pytest.mark.gpu
-ARGUMENTS = ("tune", "tiny-moe", "--device", "cuda:0", "--programs", "decode/1,decode/2,prefill/16")
+PROGRAMS = ("decode/1", "decode/2", "decode/8", "prefill/16")
+ARGUMENTS = ("tune", "tiny-moe", "--device", "cuda:0", "--programs", ",".join(PROGRAMS))
 
 
 def lynnc(*arguments: object):
@@ -34,7 +35,9 @@ def test_a_small_model_is_tuned_resumed_and_recorded(tmp_path, monkeypatch):
     assert {study.kernel for study in summary.kernels} <= {"gdn_step", "embed", "gemm"}
     for study in summary.kernels:
         assert study.best_seconds <= 1.02 * study.default_seconds
+    assert {step.program for step in summary.steps} | set(summary.not_measured) == set(PROGRAMS)
     for step in summary.steps:
+        assert step.best_seconds <= 1.02 * step.before_seconds
         assert step.best_seconds <= 1.02 * step.default_seconds
     second = lynnc(*wanted, "--trials", 10, "--resume")
     assert second.exit_code == 0, second.output
