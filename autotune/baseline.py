@@ -12,7 +12,7 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -22,7 +22,7 @@ from lynnc.compiler import CompileAll, Compiled, Request, compile_model_by, sett
 from lynnc.ir import Graph, Op
 from lynnc.lower import BoundOps, bind_ops
 from lynnc.model import ModelSpec
-from lynnc.programs import program_rows
+from lynnc.programs import MOST_DECODE_ROWS, is_prefill, program_rows
 from lynnc.target import Target
 
 
@@ -52,6 +52,16 @@ class Baseline:
         others = [name for name in rows if program in rows and name != program and 1 in (rows[name], rows[program])]
         return max(others, key=lambda name: rows[name], default="")
 
+    def unchecked(self, candidate: Candidate) -> str:
+        """Why a decode candidate's rows cannot be compared with those of another program, or ``""``."""
+        if is_prefill(candidate.program):
+            return ""
+        partner = self.partner(candidate.program)
+        if not partner:
+            return f"the plan has no decode program whose rows could be compared with those of {candidate.program}"
+        why = self.refusal(replace(candidate, program=partner))
+        return f"its rows cannot be compared: {why}" if why else ""
+
     def _pairs(self, program: str, candidates: Sequence[Candidate]) -> list[tuple[Op, KernelChoice]]:
         """Ops whose choice some candidate changes, with the new one."""
         found = []
@@ -61,6 +71,16 @@ class Baseline:
                     knobs = MappingProxyType(dict(candidate.knobs))
                     found.append((op, replace(choice, knobs=knobs, origin="tuning")))
         return found
+
+
+def with_partners(programs: Iterable[str]) -> tuple[str, ...]:
+    """The programs and, if any is one of decode, those of one row and of most rows: each has a partner then.
+
+    A record of decode serves every number of rows, also where fewer were asked for.
+    """
+    names = tuple(programs)
+    ends = ("decode/1", f"decode/{MOST_DECODE_ROWS}") if any(not is_prefill(name) for name in names) else ()
+    return tuple(dict.fromkeys((*names, *ends)))
 
 
 def compile_baseline(spec: ModelSpec, request: Request, compile_all: CompileAll) -> tuple[Compiled, Baseline]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from lynnc.artifact import Artifact
-from lynnc.autotune.baseline import Baseline, compile_baseline
+from lynnc.autotune.baseline import Baseline, compile_baseline, with_partners
 from lynnc.autotune.benchmessages import CompiledKernel, KernelTask, Opening, StepTask, Task, Variant, task_text
 from lynnc.autotune.childprocess import ChildError, ChildHungError, ChildProcess, Patience
 from lynnc.autotune.conditions import Conditions
@@ -123,10 +123,14 @@ class GpuBench:
         return tuple(item for item in found if isinstance(item, Artifact))
 
     def measure(self, candidate: Candidate, repeats: int) -> Outcome:
-        """Checks a candidate, if that was not done yet, and times it: seconds of one launch in a chain of them."""
+        """Checks a candidate, if that was not done yet, and times it: seconds of one launch in a chain of them.
+
+        One of decode whose rows cannot be compared with those of another program is refused.
+        """
         build = self._builds.of(candidate)
-        if build.refusal:
-            return Outcome(Status.REFUSED, reason=build.refusal)
+        why = build.refusal or self.baseline.unchecked(candidate)
+        if why:
+            return Outcome(Status.REFUSED, reason=why)
         kernels, why = _compiled(build.kernels, build.futures)
         if why:
             return Outcome(Status.NOT_COMPILED, reason=why)
@@ -205,7 +209,8 @@ def open_gpu_bench(
     conditions: Conditions | None = None,
     patience: Patience | None = None,
 ) -> GpuBench:
-    """Compiles the plan of a request and loads it on a GPU with random weights.
+    """Compiles the plan of a request and loads it on a GPU with random weights, decode programs with partners whose
+    rows have to have the same bits, also where these were not asked for.
 
     CompileError and the like if there is no such plan; DeviceError if the GPU does not run it. The plan is kept in a
     temporary folder until the bench is closed. All processes start at once: what they import takes as long as the
@@ -225,6 +230,8 @@ def open_gpu_bench(
         try:
             child.begin()
             compiler.warm_up()
+            programs = with_partners(request.options.programs)
+            request = replace(request, options=replace(request.options, programs=programs))
             compiled, baseline = compile_baseline(spec, request, compiler.compile_all)
             save_plan(compiled.plan, compiled.files, folder)
             openings.append(Opening(str(folder), (conditions or Conditions()).fitted(compiled.plan)))

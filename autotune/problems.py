@@ -2,8 +2,8 @@
 
 In: a model, programs, a device. Out: ``Task`` values, those first where most of a step's time must go. A record knows
 kernel and problem but no program, so a problem that several programs share is one task: it is measured in the first of
-them, decode before prompts and long prompts before short ones. Decode programs of 1 to 8 rows share every choice and
-are measured with one row.
+them, decode before prompts and long prompts before short ones. Decode programs of 1 to 8 rows have the same problems
+and share every choice: their kernels are measured with one row, and choices confirmed in the steps of all of them.
 
 Example::
 
@@ -109,10 +109,17 @@ def rows_of(program: str) -> int:
 
 
 def measured_programs(programs: Iterable[str]) -> tuple[str, ...]:
-    """The programs in which something is measured, in the order in which they claim shared problems."""
+    """The programs in which kernels are measured, in the order in which they claim shared problems."""
     names = tuple(dict.fromkeys(programs))
     decode = (DECODE,) if any(not is_prefill(name) for name in names) else ()
     return decode + tuple(reversed(prefill_programs(names)))
+
+
+def confirmed_programs(program: str, programs: Iterable[str]) -> tuple[str, ...]:
+    """The programs whose steps have the launches of one in which kernels are measured: of decode all that there are."""
+    if program != DECODE:
+        return (program,)
+    return tuple(dict.fromkeys((DECODE, *sorted(name for name in programs if not is_prefill(name)))))
 
 
 def tasks_of(spec: ModelSpec, wanted: Wanted) -> tuple[Task, ...]:
@@ -123,17 +130,18 @@ def tasks_of(spec: ModelSpec, wanted: Wanted) -> tuple[Task, ...]:
     programs = measured_programs(wanted.programs)
     found: dict[Key, Task] = {}
     for program in programs:
-        for task in _tasks_of_program(fused_graph(spec, program, without), wanted):
-            known = found.setdefault(task.key, task)
-            if known is not task:
-                found[task.key] = replace(known, programs=(*known.programs, program))
+        steps = confirmed_programs(program, wanted.programs)
+        for task in tasks_of_program(fused_graph(spec, program, without), wanted.device, wanted.context):
+            known = found.get(task.key, replace(task, programs=()))
+            found[task.key] = replace(known, programs=(*known.programs, *steps))
     shared = _with_shares(found.values(), programs)
     chosen = tuple(task for task in shared if not wanted.kernels or task.kernel.name in wanted.kernels)
     _check_found(wanted.kernels, chosen, programs)
     return tuple(sorted(chosen, key=lambda task: (-task.share, task.name)))
 
 
-def _tasks_of_program(graph: Graph, wanted: Wanted) -> Iterable[Task]:
+def tasks_of_program(graph: Graph, device: Device, context: int) -> Iterable[Task]:
+    """The tasks of one program, each its own, without shares."""
     formulas, rows = costs(graph), rows_of(graph.program)
     groups: dict[Key, list[tuple[Kernel, Problem, Op]]] = {}
     for op in graph.ops:
@@ -145,7 +153,7 @@ def _tasks_of_program(graph: Graph, wanted: Wanted) -> Iterable[Task]:
         for _, _, op in launches:
             formula = formulas[op.name]
             if formula not in known:
-                known[formula] = estimate(formula, rows, max(wanted.context, rows), wanted.device)
+                known[formula] = estimate(formula, rows, max(context, rows), device)
         estimates = [known[formulas[op.name]] for _, _, op in launches]
         kernel, problem, op = max(launches, key=lambda launch: known[formulas[launch[2].name]].seconds)
         yield Task(

@@ -68,6 +68,7 @@ def summary_of(sweep: Sweep, device: str, gpu: str, before: Callable[[str], int]
         seconds=sweep.seconds,
         is_simulated=sweep.is_simulated,
         steps=tuple(_step(step, before(step.program)) for step in sweep.steps if step.is_timed),
+        not_measured={step.program: step.why_not for step in sweep.steps if not step.is_timed},
         kernels=tuple(_study(found) for found in sweep.findings if found.is_raced),
     )
 

@@ -19,7 +19,7 @@ from lynnc.autotune.baseline import Baseline, baseline_of
 from lynnc.autotune.bounds import programs_of
 from lynnc.autotune.gpubench import Builds, Compiler
 from lynnc.autotune.predict import Build, Prediction, paired, predict
-from lynnc.autotune.problems import Key, Task, key_of_names
+from lynnc.autotune.problems import Key, Task, key_of_names, tasks_of_program
 from lynnc.autotune.sass import loop_mix
 from lynnc.autotune.sweep import Tried
 from lynnc.autotune.trial import Candidate, Outcome, Status
@@ -40,6 +40,8 @@ class SimulatedBench:
     ) -> None:
         self._baseline, self._compiler, self._device, self._context = baseline, compiler, device, context
         self._tasks: Mapping[Key, Task] = {task.key: task for task in tasks}
+        self._elsewhere: dict[str, Mapping[Key, Task]] = {}
+        """The same problems in programs of more rows, by program: for whole steps."""
         self._builds = Builds(baseline, compiler)
         self._known: dict[str, Outcome] = {}
         tool = find_tools().program("cuobjdump")
@@ -103,7 +105,13 @@ class SimulatedBench:
         return Outcome(Status.TIMED, total, total, total, 1)
 
     def _task(self, candidate: Candidate) -> Task:
-        return self._tasks[key_of_names(candidate.kernel, candidate.problem)]
+        key, program = key_of_names(candidate.kernel, candidate.problem), candidate.program
+        if self._tasks[key].program == program:
+            return self._tasks[key]
+        if program not in self._elsewhere:
+            found = tasks_of_program(self._baseline.graphs[program], self._device, self._context)
+            self._elsewhere[program] = {task.key: task for task in found}
+        return self._elsewhere[program][key]
 
 
 def open_simulated_bench(

@@ -90,7 +90,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class StepFinding:
-    """Whole steps of a program in turns: with every default, with what was in use, and with the chosen knobs."""
+    """Whole steps of a program in turns: with every default, with what was in use, and with the chosen knobs.
+
+    A program for whose steps there was no time is here, too, with the reason: then none of its knobs have changed.
+    """
 
     program: str
     default: Outcome
@@ -100,7 +103,16 @@ class StepFinding:
     @property
     def is_timed(self) -> bool:
         """Whether all three are there."""
-        return self.default.is_timed and self.before.is_timed and self.tuned.is_timed
+        return not self.why_not
+
+    @property
+    def why_not(self) -> str:
+        """Why one of the three is not there, or ``""``."""
+        named = (("all defaults", self.default), ("until now", self.before), ("tuned", self.tuned))
+        failed = [(name, one) for name, one in named if not one.is_timed]
+        if len({one.reason for _, one in failed}) == 1 and len(failed) == len(named):
+            return self.tuned.reason
+        return "; ".join(f"{name}: {one.reason or one.status.value}" for name, one in failed)
 
     @property
     def gain(self) -> float:

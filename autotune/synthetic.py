@@ -23,6 +23,7 @@ from lynnc.autotune.bounds import identity, lower_bound
 from lynnc.autotune.problems import Key, Task, key_of_names
 from lynnc.autotune.trial import Candidate, Outcome, Status
 from lynnc.kernels.kernel import Knobs
+from lynnc.programs import program_rows
 from lynnc.target import Device
 
 STEP_COST = 0.08
@@ -41,16 +42,20 @@ FAULTY = 0.06
 """Part of the candidates for each kind of fault."""
 STEP_BASE_SECONDS = 20e-6
 """What a step takes beside the tasks' launches."""
+ROW_COST = 0.1
+"""What another row of a decode step adds to its launches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traits:
     """``noise`` is the standard deviation of a run as a part of its time. ``disturbing`` kernels slow every step that
-    has them with other than default knobs by that many seconds. ``measure_seconds`` pass in each measurement."""
+    has them with other than default knobs by that many seconds, or only those of ``disturbed`` programs if some are
+    named. ``measure_seconds`` pass in each measurement, and for each set of choices in that of steps."""
 
     seed: int = 0
     noise: float = 0.005
     disturbing: Mapping[str, float] = field(default_factory=dict)
+    disturbed: tuple[str, ...] = ()
     measure_seconds: float = 0.0
 
 
@@ -110,20 +115,21 @@ class SyntheticBench:
         return self._noisy(self.seconds(task, candidate.knobs), repeats, str(sorted(candidate.knobs.items())))
 
     def measure_steps(self, program: str, choices: Sequence[Sequence[Candidate]], repeats: int) -> Sequence[Outcome]:
-        """The sum of the launches, and what disturbs their neighbours."""
-        self._wait(self.traits.measure_seconds)
-        steps = [self._step_seconds(chosen) for chosen in choices]
+        """The sum of the launches, longer with more rows of decode, and what disturbs their neighbours."""
+        self._wait(self.traits.measure_seconds * len(choices))
+        steps = [self._step_seconds(program, chosen) for chosen in choices]
         return [self._noisy(step, repeats, f"{program} {index}") for index, step in enumerate(steps)]
 
     def close(self) -> None:
         """Nothing to end."""
 
-    def _step_seconds(self, chosen: Sequence[Candidate]) -> float:
-        total = STEP_BASE_SECONDS
+    def _step_seconds(self, program: str, chosen: Sequence[Candidate]) -> float:
+        disturbed = self.traits.disturbed
+        total, wider = STEP_BASE_SECONDS, 1 + ROW_COST * ((program_rows(program) or 1) - 1)
         for candidate in chosen:
             task = self._task(candidate)
-            total += task.launches * self.seconds(task, candidate.knobs)
-            if dict(candidate.knobs) != task.default(self._device):
+            total += wider * task.launches * self.seconds(task, candidate.knobs)
+            if dict(candidate.knobs) != task.default(self._device) and (not disturbed or program in disturbed):
                 total += self.traits.disturbing.get(task.kernel.name, 0.0)
         return total
 

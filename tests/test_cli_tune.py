@@ -16,9 +16,12 @@ from tuning import tasks
 
 from lynnc.autotune.conditions import Conditions
 from lynnc.autotune.publish import records_of
+from lynnc.autotune.sweep import StepFinding, Sweep
+from lynnc.autotune.trial import Outcome, Status
 from lynnc.cli import tunerun
 from lynnc.cli.main import cli
 from lynnc.cli.tunefleet import run_workers, worker_commands
+from lynnc.cli.tunetables import print_sweep
 from lynnc.cli.tunewish import wish_of
 from lynnc.deviceidentity import identity_of
 from lynnc.errors import DeviceError
@@ -70,6 +73,29 @@ def test_a_step_of_the_summary_says_how_many_tokens_stood_before_it():
         "prefill/16": before("prefill/16"),
     }
     assert before("decode/1") != before("prefill/16") and summary.budget == "9 candidates"
+
+
+def test_every_decode_program_that_was_asked_for_has_a_step(tmp_path):
+    programs = ["decode/1", "decode/2", "decode/4", "decode/8"]
+    wanted = ("tune", "tiny-moe", "--rehearse", "--kernels", "embed,gdn_step", "--programs", ",".join(programs))
+    result = lynnc(*wanted, "--trials", 12, "--json", "-o", tmp_path / "tune.json")
+    assert result.exit_code == 0, result.output
+    for text in (result.stdout, (tmp_path / "tune.json").read_text()):
+        summary = TuneSummary.from_dict(json.loads(text))
+        assert [step.program for step in summary.steps] == programs and not summary.not_measured
+        assert all(step.best_seconds <= 1.01 * step.before_seconds for step in summary.steps)
+    table = lynnc(*wanted, "--trials", 12).stdout.split("whole steps, in turns")[1]
+    assert [line.split()[0] for line in table.splitlines() if "decode/" in line] == programs
+
+
+def test_steps_that_were_not_measured_are_in_the_table(capsys):
+    late = Outcome(Status.REFUSED, reason="not confirmed: there was no time left")
+    done = Outcome(Status.TIMED, 1e-3, 1e-3, 1e-3, 15)
+    steps = (StepFinding("decode/1", done, done, done), StepFinding("decode/8", late, late, late))
+    print_sweep(Sweep("run", "tiny-moe", "h200", False, 1.0, {}, (), steps))
+    one, eight = (line for line in capsys.readouterr().out.splitlines() if "decode/" in line)
+    assert "0.0 %" in one and "not confirmed" not in one
+    assert eight.split() == ["decode/8", *late.reason.split()]
 
 
 def test_a_run_goes_on_with_what_was_kept():

@@ -16,6 +16,7 @@ from benching import DENSE, PROGRAMS, REQUEST, candidate_of, plan_and_baseline
 from meaning import few_splits
 
 from lynnc.artifact import Artifact
+from lynnc.autotune.baseline import with_partners
 from lynnc.autotune.benchmessages import KernelTask, Opening, StepTask, task_of
 from lynnc.autotune.childprocess import ChildDiedError, ChildHungError, ChildProcess, Patience
 from lynnc.autotune.conditions import Conditions
@@ -23,6 +24,7 @@ from lynnc.autotune.gpubench import GpuBench, open_gpu_bench
 from lynnc.autotune.trial import Bench, Status
 from lynnc.compile import KernelSource
 from lynnc.compile_ahead import CompileAhead
+from lynnc.compiler import Request
 from lynnc.errors import CompileError, DeviceError, LynncError
 from lynnc.jsonform import encode
 from lynnc.store import Store
@@ -112,6 +114,54 @@ def test_rows_are_compared_where_the_plan_has_both_programs(
     bench = bench_of(programs=programs)
     assert bench.baseline.partner(program) == partner
     assert (f"{program} and {partner}" if partner else "no rows") in bench.what_is_checked(program)
+
+
+@pytest.mark.parametrize(
+    ("asked", "loaded"),
+    [
+        (("decode/1",), ("decode/1", "decode/8")),
+        (("decode/4", "prefill"), ("decode/4", "prefill", "decode/1", "decode/8")),
+        (("decode/1", "decode/2", "decode/8"), ("decode/1", "decode/2", "decode/8")),
+        (("prefill/16",), ("prefill/16",)),
+    ],
+)
+def test_a_decode_program_gets_a_partner_that_nobody_asked_for(
+    asked: tuple[str, ...], loaded: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its records serve other numbers of rows all the same."""
+    requests: list[Request] = []
+
+    def compiled(spec: object, request: Request, compile_all: object) -> object:
+        requests.append(request)
+        raise CompileError("No registers left.")
+
+    monkeypatch.setattr("lynnc.autotune.gpubench.compile_baseline", compiled)
+    with pytest.raises(CompileError):
+        open_gpu_bench(DENSE.spec, replace(REQUEST, options=replace(REQUEST.options, programs=asked)), Store(tmp_path))
+    assert requests[0].options.programs == loaded == with_partners(loaded)
+    assert requests[0].options.knobs == REQUEST.options.knobs
+
+
+def test_a_decode_candidate_whose_rows_nobody_can_compare_is_refused() -> None:
+    alone = ("decode/2", "prefill/16")
+    with closing(bench_of("refuse", programs=alone)) as bench:
+        found = bench.measure(replace(GOOD, program="decode/2"), 1)
+        assert found.status is Status.REFUSED and "no decode program whose rows could be compared" in found.reason
+    with closing(bench_of(programs=alone)) as bench:
+        assert bench.measure(candidate_of("embed", "prefill/16", num_warps=2), 1).is_timed
+
+
+def test_a_partner_that_does_not_launch_the_kernel_is_none() -> None:
+    _, baseline = plan_and_baseline()
+    choices = {name: list(found) for name, found in baseline.choices.items()}
+    at = next(index for index, choice in enumerate(choices["decode/2"]) if choice.kernel.name == GOOD.kernel)
+    other = choices["decode/2"][at]
+    choices["decode/2"][at] = replace(other, problem={**other.problem, "heads": 99})
+    changed = replace(baseline, choices={name: tuple(found) for name, found in choices.items()})
+    with closing(GpuBench(changed, Paper(), child_of("refuse"))) as bench:
+        found = bench.measure(GOOD, 1)
+    assert found.status is Status.REFUSED
+    assert found.reason == ("its rows cannot be compared: decode/2 has no launch of combine_gate for this problem")
 
 
 def test_unknown_problems_and_illegal_knobs_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ from lynnc.plan import Plan
 from lynnc.report.contents import Report, Sources, make_report
 from lynnc.report.measured import read_measurements
 from lynnc.report.page import render_page
+from lynnc.report.tuning import SCHEMA, TuneSummary
 from lynnc.report.wording import number_text, pairs_text, percent, time_text
 from lynnc.runtime.budget import Room, budget_of
 from lynnc.target import find_device
@@ -354,8 +356,9 @@ def test_memory_is_what_the_runtime_counts() -> None:
 
 def test_tuning_shows_what_was_tried_and_gained() -> None:
     page = full_page()
-    (step,) = page.table("tuning-steps")
-    assert step == ["decode/1", "128", "979.00 µs", "960.00 µs", "950.00 µs", f"{979 / 950:.3f}×"]
+    one, eight = page.table("tuning-steps")
+    assert one == ["decode/1", "128", "979.00 µs", "960.00 µs", "950.00 µs", f"{979 / 950:.3f}×"]
+    assert eight[0] == "decode/8" and eight[-1] == f"{6.2 / 6.1:.3f}×"
     linear, embed = page.table("tuning-gains")
     assert linear[:3] == ["linear", "decode/1", "k=2048 n=12352"] and linear[3] == f"{5.8 / 5.0:.3f}×"
     assert linear[4:] == ["5.80 µs", "5.00 µs", time_text(30 * 0.8e-6), "6", "2", "3"]
@@ -364,9 +367,22 @@ def test_tuning_shows_what_was_tried_and_gained() -> None:
     expected = {"timed": "4", "refused": "3", "not compiled": "0", "wrong": "1", "crashed": "0", "hung": "1"}
     assert counts == expected
     text = page.by_id("tuning").text
+    assert "No step of prefill is compared: not confirmed: there was no time left." in text
     assert "Measured on NVIDIA H200. Seed 7, budget 10m, 583 s spent" in text
     assert "BLOCK_N 8 → 16" in text and "refused: shared memory N > N3" in text and "wrong: row N differs1" in text
     assert "The default stays." in text and "Verdict: confirmed in the step of decode/1." in text
+
+
+def test_a_summary_of_the_schema_before_is_read() -> None:
+    """One that is in the repository; it says nothing of steps that were not measured."""
+    text = (Path(__file__).parents[1] / "benchmarks" / "results" / "h200-tune-summary.json").read_text()
+    data = json.loads(text)
+    assert data["schema"] == 2 and "not_measured" not in data
+    summary = TuneSummary.from_dict(data)
+    assert summary.schema == SCHEMA and not summary.not_measured
+    assert summary.steps[0].program == "decode/1" and len(summary.kernels) > 40
+    with pytest.raises(ValueError, match="its schema is 1"):
+        TuneSummary.from_dict({**data, "schema": 1})
 
 
 def test_a_simulated_run_is_called_one() -> None:

@@ -6,7 +6,7 @@ import pytest
 from tuning import DEVICE, tasks
 
 from lynnc.autotune.bounds import identity, least_bound, lower_bound
-from lynnc.autotune.problems import Wanted, measured_programs, tasks_of
+from lynnc.autotune.problems import Wanted, measured_programs, tasks_of, tasks_of_program
 from lynnc.compiler import fused_graph
 from lynnc.errors import OptionError
 from lynnc.kernels.table import KERNELS, kernel_for
@@ -19,6 +19,26 @@ def test_decode_programs_are_one_and_long_prompts_come_before_short_ones():
     assert measured_programs(ALL) == ("decode/1", "prefill", "prefill/512", "prefill/16")
     assert measured_programs(("decode/8",)) == ("decode/1",)
     assert measured_programs(("prefill/64",)) == ("prefill/64",)
+
+
+def test_a_decode_task_is_confirmed_in_every_decode_program_that_was_asked_for():
+    found = {task.kernel.name: task for task in tasks(programs=ALL)}
+    assert found["gdn_step"].program == "decode/1"
+    assert found["gdn_step"].programs == ("decode/1", "decode/2", "decode/8")
+    assert found["argmax"].programs[:3] == ("decode/1", "decode/2", "decode/8")
+    (alone,) = tasks("gdn_step", programs=("decode/4",))
+    assert (alone.program, alone.programs) == ("decode/1", ("decode/1", "decode/4"))
+
+
+@pytest.mark.parametrize("model", ["qwen3.6-35b-a3b", "tiny-moe", "tiny-dense"])
+def test_decode_programs_have_the_same_problems(model):
+    """So one choice serves them all, and none is in a program of more rows alone."""
+    spec = load_model(model)
+    one, *others = (
+        {task.key for task in tasks_of_program(fused_graph(spec, f"decode/{rows}"), DEVICE, 1024)}
+        for rows in (1, 2, 4, 8)
+    )
+    assert one and all(other == one for other in others)
 
 
 def test_every_launch_belongs_to_one_task():

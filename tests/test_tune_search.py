@@ -191,7 +191,7 @@ def test_a_sampler_draws_only_values_that_some_legal_combination_has():
     by_kernel = {
         task.kernel.name: legal_space(task, DEVICE.target) for task in found if task.problem["order"] == "lanes"
     }
-    assert by_kernel["grouped_up"].knobs["BLOCK_K"].values == (128,) == by_kernel["gemm"].knobs["BLOCK_K"].values
+    assert all(min(space.knobs["BLOCK_K"].values) == 128 for space in by_kernel.values()), "a block of lanes"
     assert by_kernel["grouped_up"].knobs["SWAP"].values == (1,)
     for task in found:
         space = legal_space(task, DEVICE.target)

@@ -155,6 +155,19 @@ def test_candidates_for_a_device_that_is_not_here_are_compiled_and_ranked(tmp_pa
         assert pairs[0][0] == first.seconds
 
 
+def test_steps_of_more_rows_are_predicted_by_their_own_bytes(tmp_path: Path):
+    spark, model, programs = find_device("spark"), load_model("tiny-moe"), ("decode/1", "decode/8")
+    found = tasks_of(model, Wanted(spark, programs, ("experts_up",)))
+    request = Request(spark.target, spark, Options(programs=programs))
+    (task,) = found
+    candidate = candidate_of(task, task.default(spark))
+    with closing(open_simulated_bench(model, request, Store(tmp_path), found, 1024)) as bench:
+        one, eight = (
+            bench.measure_steps(program, [[replace(candidate, program=program)]], 3)[0] for program in programs
+        )
+    assert one.is_timed and eight.seconds > one.seconds
+
+
 def test_what_does_not_compile_is_an_outcome(tmp_path: Path):
     class Failing:
         def start(self, source):

@@ -24,6 +24,7 @@ def print_sweep(sweep: Sweep) -> None:
     print_table(f"{sweep.model} on {sweep.device} ({how})", columns, [_cells(found) for found in sweep.findings])
     print_table("refused before compiling", [number("candidates"), text("reason")], _reasons(sweep))
     columns = [text("step"), number("all defaults"), number("until now"), number("tuned"), number("saved")]
+    columns.append(text("not measured"))
     print_table("whole steps, in turns", columns, [_step_cells(step) for step in sweep.steps])
     total: Counter[str] = Counter()
     for found in sweep.findings:
@@ -55,7 +56,8 @@ def _cells(found: Finding) -> list[str]:
 
 
 def _step_cells(step: StepFinding) -> list[str]:
-    return [step.program, _time(step.default), _time(step.before), _time(step.tuned), _part(step.gain)]
+    saved = _part(step.gain) if step.before.is_timed and step.tuned.is_timed else ""
+    return [step.program, _time(step.default), _time(step.before), _time(step.tuned), saved, step.why_not]
 
 
 def _reasons(sweep: Sweep) -> list[list[str]]:

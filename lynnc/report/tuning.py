@@ -26,8 +26,10 @@ from lynnc.jsonform import decode
 from lynnc.plan import Plan
 from lynnc.target import find_device
 
-SCHEMA = 2
+SCHEMA = 3
 """Grows when the form of a summary changes."""
+WITHOUT_NOT_MEASURED = 2
+"""The schema before, which is read, too: it says nothing of steps that were not measured."""
 LONGEST_SECONDS = 86400.0
 """No launch and no step takes a day: such a time is damage."""
 Knobs = Mapping[str, int]
@@ -127,7 +129,10 @@ class StepStudy:
 
 @dataclass(frozen=True, slots=True)
 class TuneSummary:
-    """One run of the tuner; ``device`` is a name of the table of devices, ``gpu`` what the driver calls it."""
+    """One run of the tuner; ``device`` is a name of the table of devices, ``gpu`` what the driver calls it.
+
+    ``not_measured`` says of each program whose step has not all three times why.
+    """
 
     schema: int
     lynnc: str
@@ -139,12 +144,15 @@ class TuneSummary:
     seconds: float
     is_simulated: bool
     steps: tuple[StepStudy, ...]
+    not_measured: Mapping[str, str]
     kernels: tuple[KernelStudy, ...]
 
     @classmethod
     def from_dict(cls, data: object) -> TuneSummary:
         """The summary in parsed JSON; KeyError, TypeError or ValueError, saying what is wrong, for anything else."""
         schema = data.get("schema") if isinstance(data, dict) else None
+        if isinstance(data, dict) and schema == WITHOUT_NOT_MEASURED:
+            data, schema = {"not_measured": {}, **data, "schema": SCHEMA}, SCHEMA
         if schema != SCHEMA:
             raise ValueError(f"its schema is {schema}, and this lynnc reads {SCHEMA}")
         summary = cast(TuneSummary, decode(cls, data))
