@@ -72,6 +72,19 @@ def load_records(
     return Records(device, ours, find_tools().triton_version or "")
 
 
+def check_records_readable(folder: Path) -> None:
+    """OptionError if the folder cannot be read; one that is missing has no records yet."""
+    try:
+        next(folder.iterdir(), None)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise OptionError(
+            f"The records in {folder} cannot be read ({error.strerror or error}): give a readable folder with "
+            "--records-folder."
+        ) from error
+
+
 def check_records_folder(folder: Path, device: Identity) -> None:
     """OutputError if records of a device could not be written there: to be known before they are measured."""
     place = folder / device.name
@@ -104,8 +117,10 @@ def write_user_record(folder: Path, record: Record) -> Path:
 def export_records(path: Path, device: Identity, folder: Path, force: bool = False) -> int:
     """Writes the best known records of one device as a file that can ship, and says how many they are.
 
-    The user's and the shipped ones are merged; outdated and simulated ones are left out. OptionError if none is left.
+    The user's and the shipped ones are merged; outdated and simulated ones are left out. OptionError if none is left,
+    or if the folder cannot be read.
     """
+    check_records_readable(folder)
     records = [record for record in _current(_records_of(device, folder)) if not record.is_simulated]
     if not records:
         raise OptionError(f"There are no records of {device.name} in {folder}: run `lynnc tune` on that device first.")
@@ -156,14 +171,27 @@ def _shipped_records() -> Iterator[Known]:
 
 
 def _user_records(folder: Path) -> Iterator[Known]:
-    for path in sorted(folder.glob("*/*.json")):
-        try:
-            data = path.read_bytes()
-        except OSError:
-            continue
-        for record in parse_records(data):
-            if path == _path_of(folder, record):
-                yield Known(record, True, str(path.parent))
+    for place in _entries(folder):
+        for path in _entries(place):
+            for record in parse_records(_content(path)):
+                if path == _path_of(folder, record):
+                    yield Known(record, True, str(place))
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What lies in a folder, sorted; nothing where it cannot be read."""
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _content(path: Path) -> bytes:
+    """The bytes of a regular file, and none of anything else: reading a pipe would wait for a writer for ever."""
+    try:
+        return path.read_bytes() if path.is_file() else b""
+    except OSError:
+        return b""
 
 
 def _path_of(folder: Path, record: Record) -> Path:

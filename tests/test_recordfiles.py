@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from recorded import H100, H200, HERE, SHIPPED, SPARK, at, made, records_of_tiny, users
+from recorded import (
+    H100,
+    H200,
+    HERE,
+    SHIPPED,
+    SPARK,
+    at,
+    made,
+    records_of_tiny,
+    users,
+)
 
 from lynnc.choose import choose_all
 from lynnc.compiler import Request, fused_graph, lower_programs
@@ -24,6 +35,7 @@ from lynnc.recordfiles import (
     Imported,
     RecordChoice,
     check_records_folder,
+    check_records_readable,
     default_records_folder,
     export_records,
     import_records,
@@ -112,6 +124,60 @@ def test_a_folder_that_cannot_be_read_holds_nothing_and_one_that_cannot_be_writt
                 check_records_folder(folder, HERE)
     check_records_folder(tmp_path / "none", HERE)
     assert users(tmp_path / "none") == [] and not any((tmp_path / "none" / "h200").iterdir())
+
+
+def refuse_to_list(self: Path) -> Iterator[Path]:
+    raise PermissionError(13, "Permission denied", str(self))
+
+
+def test_a_folder_that_nobody_may_read_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long_name = tmp_path / ("x" * 300)
+    assert users(long_name) == []
+    with pytest.raises(OptionError, match=r"cannot be read \(File name too long\).*--records-folder"):
+        check_records_readable(long_name)
+    write_user_record(tmp_path, made())
+    check_records_readable(tmp_path)
+    check_records_readable(tmp_path / "none")
+    monkeypatch.setattr(Path, "iterdir", refuse_to_list)
+    assert users(tmp_path) == []
+    for refused in (check_records_readable, lambda folder: export_records(tmp_path / "out.json", HERE, folder)):
+        with pytest.raises(OptionError, match=r"cannot be read \(Permission denied\).*--records-folder"):
+            refused(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize("closed", ["", "h200"])
+def test_permissions_that_are_missing_are_a_miss(tmp_path: Path, closed: str) -> None:
+    write_user_record(tmp_path, made())
+    (tmp_path / closed).chmod(0)
+    try:
+        assert users(tmp_path) == []
+    finally:
+        (tmp_path / closed).chmod(0o755)
+
+
+WAITER = """
+import sys
+from pathlib import Path
+from lynnc.deviceidentity import identity_of
+from lynnc.recordfiles import load_records
+from lynnc.target import find_device
+print(sum(known.is_user for known in load_records(identity_of(find_device("h200")), Path(sys.argv[1])).known))
+"""
+
+
+def test_a_pipe_among_the_records_is_not_waited_for(tmp_path: Path) -> None:
+    path = write_user_record(tmp_path, made())
+    write_user_record(tmp_path, at(100))
+    path.unlink()
+    os.mkfifo(path)
+    os.mkfifo(path.with_name("a.json"))
+    os.mkfifo(tmp_path / "b.json")
+    (path.parent / "c.json").symlink_to("c.json")
+    command = [sys.executable, "-W", "error", "-c", WAITER, str(tmp_path)]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout == "1\n"
+    write_user_record(tmp_path, made())
+    assert len(users(tmp_path)) == 2, "the record takes the pipe's place"
 
 
 def test_a_file_system_that_refuses_to_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
