@@ -12,14 +12,18 @@ from pathlib import Path
 
 import pytest
 from recorded import (
+    DEFAULT,
     H100,
     H200,
     HERE,
+    LINEAR,
+    PROBLEM,
     SHIPPED,
     SPARK,
     at,
     made,
     records_of_tiny,
+    served,
     users,
 )
 
@@ -30,7 +34,7 @@ from lynnc.errors import OptionError, OutputError
 from lynnc.kernels.table import KERNELS
 from lynnc.modelfile import load_model
 from lynnc.plan import Options
-from lynnc.record import RecordOrigin, parse_records, records_text
+from lynnc.record import RecordOrigin, merge_records, parse_records, records_text
 from lynnc.recordfiles import (
     Imported,
     RecordChoice,
@@ -40,6 +44,7 @@ from lynnc.recordfiles import (
     export_records,
     import_records,
     is_current,
+    is_legal,
     load_records,
     write_user_record,
 )
@@ -327,6 +332,81 @@ def test_import_takes_what_is_better(tmp_path: Path) -> None:
     }
     assert import_records(file, mine) == Imported(taken=0, kept=3, outdated=1)
     assert import_records(SHIPPED / "h200.json", mine).taken == 0, "they count already"
+
+
+DAMAGED_KNOBS = [
+    {"X": 1},
+    {},
+    {**DEFAULT, "BLOCK_N": 7},
+    {**DEFAULT, "X": 1},
+    {**DEFAULT, "BLOCK_N": 64, "num_warps": 1, "BLOCK_K": 8192},
+]
+
+
+@pytest.mark.parametrize("knobs", DAMAGED_KNOBS, ids=str)
+def test_knobs_that_are_not_the_kernels_are_neither_imported_nor_exported(tmp_path: Path, knobs: dict) -> None:
+    mine, file = tmp_path / "mine", tmp_path / "theirs.json"
+    assert LINEAR.refusal(PROBLEM, knobs, H200.target)
+    kept, bad = made(seconds=2e-6), replace(made(seconds=1e-12), knobs=knobs)
+    write_user_record(mine, kept)
+    file.write_text(records_text([bad, at(100)]))
+    found = import_records(file, mine)
+    assert found == Imported(taken=1, kept=0, outdated=0, illegal=1)
+    assert found.text.count(".") == 1 and "1 records taken" in found.text and "left out: 1 whose knobs" in found.text
+    assert kept in users(mine) and len(users(mine)) == 2 and served(*load_records(HERE, mine).known)
+
+    write_user_record(mine, bad)
+    export_records(tmp_path / "out.json", HERE, mine)
+    exported = parse_records((tmp_path / "out.json").read_bytes())
+    assert at(100) in exported and bad not in exported
+    file.write_text(records_text([kept]))
+    assert import_records(file, mine).taken == 1, "what is not legal has no rival to beat"
+    assert kept in users(mine) and bad not in users(mine)
+
+
+def test_import_of_shipped_records_with_other_knobs_takes_none(tmp_path: Path) -> None:
+    shipped = parse_records((SHIPPED / "h200.json").read_bytes())
+    file = tmp_path / "bad.json"
+    file.write_text(records_text([replace(record, knobs={"X": 1}, seconds=1e-12) for record in shipped]))
+    found = import_records(file, tmp_path / "mine")
+    assert found == Imported(taken=0, kept=0, outdated=0, illegal=len(shipped)) and not users(tmp_path / "mine")
+    assert f"0 records taken, 0 no better than known ones; left out: {len(shipped)} whose knobs" in found.text
+    assert export_records(tmp_path / "out.json", HERE, tmp_path / "mine") == len(shipped)
+    assert parse_records((tmp_path / "out.json").read_bytes()) == shipped
+
+
+def test_an_import_counts_what_is_damaged(tmp_path: Path) -> None:
+    file, text = tmp_path / "theirs.json", records_text([made(seconds=3e-6), at(100), made(template="0" * 64)])
+    for figure in ("NaN", "-1.0", "0.0", "1e999", "1" * 400):
+        file.write_text(text.replace("3e-06", figure))
+        found = import_records(file, tmp_path / figure[:5])
+        assert found == Imported(taken=1, kept=0, outdated=1, damaged=1)
+        assert found.text.endswith("; left out: 1 of other templates, 1 damaged.")
+    file.write_text(records_text([made(seconds=3e-6)]).replace("3e-06", "NaN"))
+    assert import_records(file, tmp_path / "none") == Imported(taken=0, kept=0, outdated=0, damaged=1)
+
+
+@pytest.mark.parametrize("value", ["word", -1, 0, 10**400, None], ids=["word", "-1", "0", "long", "none"])
+def test_a_record_of_a_problem_that_no_launch_has_stops_nothing(tmp_path: Path, value: object) -> None:
+    """Constraints read the problem's fields; what a file says of them is anybody's."""
+    shipped = parse_records((SHIPPED / "h200.json").read_bytes())
+    odd = [
+        replace(record, problem={name: old for name, old in record.problem.items() if name != field} | change)
+        for record in {record.kernel: record for record in shipped}.values()
+        for field in record.problem
+        for change in [{} if value is None else {field: value}]
+    ]
+    file = tmp_path / "odd.json"
+    file.write_text(records_text(odd))
+    found = import_records(file, tmp_path / "mine")
+    assert found.taken + found.kept + found.illegal + found.outdated == len(merge_records(odd))
+    assert export_records(tmp_path / "out.json", HERE, tmp_path / "mine") >= len(shipped)
+    graph = fused_graph(load_model("tiny-full"), "decode/1")
+    assert choose_all(graph, H200.target, load_records(HERE, tmp_path / "mine", RecordChoice.USER))
+
+
+def test_a_record_of_an_unknown_architecture_is_not_legal() -> None:
+    assert is_legal(made()) and not is_legal(made(replace(HERE, arch="sm_999"))) and not is_legal(made(kernel="none"))
 
 
 def test_import_of_no_records_says_so(tmp_path: Path) -> None:
