@@ -68,8 +68,15 @@ def _decode_plain(kind: Any, data: Any) -> Any:
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return kind(data)
     if kind is float and type(data) is int:
-        return float(data)
+        return _as_float(data)
     raise TypeError(f"{kind.__name__} was expected, not {data!r}")
+
+
+def _as_float(value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"an integer of {value.bit_length()} bits is too large for a number") from None
 
 
 def _decode_record(kind: Any, data: Any) -> Any:

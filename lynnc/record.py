@@ -88,6 +88,14 @@ def release_of(version: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Parsed:
+    """The records of a file, and how many of its entries are none."""
+
+    records: tuple[Record, ...] = ()
+    damaged: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class _Line:
     """A record as its line of a file has it: the device stands at the head of the file."""
 
@@ -106,17 +114,23 @@ class _Line:
 
 def parse_records(text: str | bytes) -> tuple[Record, ...]:
     """The records of a file's text; those that are damaged, and all of another schema, are left out."""
+    return parse_file(text).records
+
+
+def parse_file(text: str | bytes) -> Parsed:
+    """The same with the number of damaged entries; nothing at all for another schema."""
     try:
         data = json.loads(text)
         if data["schema"] != SCHEMA:
-            return ()
+            return Parsed()
         device = decode(Identity, data["device"])
         lines = list(data["records"])
     except (ValueError, TypeError, KeyError, RecursionError):
-        return ()
+        return Parsed()
     if device.name != safe_name(device.name):
-        return ()
-    return tuple(record for line in lines if (record := _record_of(device, line)))
+        return Parsed()
+    records = tuple(record for line in lines if (record := _record_of(device, line)))
+    return Parsed(records, len(lines) - len(records))
 
 
 def records_text(records: Iterable[Record]) -> str:
@@ -152,8 +166,19 @@ def _record_of(device: Identity, data: Any) -> Record | None:
             datetime.date.fromisoformat(line.date)
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    figures = [figure for figure in (line.seconds, line.spread, line.gain) if figure is not None]
-    if not all(map(math.isfinite, figures)) or (line.seconds is not None and line.seconds <= 0):
+    if not _are_figures(line):
         return None
     values = {name: getattr(line, name) for name in _Line.__slots__}
     return Record(**{**values, "device": device, "origin": origin})
+
+
+def _are_figures(line: _Line) -> bool:
+    """Finite; a time above 0, a spread not below it, and no more than all of the default's time saved."""
+    figures = [figure for figure in (line.seconds, line.spread, line.gain) if figure is not None]
+    if not all(map(math.isfinite, figures)):
+        return False
+    return (
+        (line.seconds is None or line.seconds > 0)
+        and (line.spread is None or line.spread >= 0)
+        and (line.gain is None or line.gain <= 1)
+    )

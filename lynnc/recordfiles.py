@@ -16,7 +16,7 @@ Example::
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.resources import files
@@ -24,13 +24,14 @@ from pathlib import Path
 
 from lynnc.artifact import digest
 from lynnc.deviceidentity import Identity
-from lynnc.errors import OptionError, OutputError
+from lynnc.errors import OptionError, OutputError, TargetError
 from lynnc.kernels.table import KERNELS
 from lynnc.outputfile import place_file, write_file
-from lynnc.record import Record, merge_records, parse_records, records_text
+from lynnc.record import Parsed, Record, merge_records, parse_file, parse_records, records_text
 from lynnc.records import Known, Records
 from lynnc.render import template_digest
 from lynnc.store import cache_folder
+from lynnc.target import find_target
 from lynnc.tools import find_tools
 
 
@@ -45,11 +46,28 @@ class RecordChoice(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """How many records of a file were taken, how many were no better than known ones, and how many were outdated."""
+    """What became of the records of a file: how many were taken, how many were no better than known ones, how many
+    were outdated, how many have knobs that are not legal, and how many entries are no records."""
 
     taken: int
     kept: int
     outdated: int
+    illegal: int = 0
+    damaged: int = 0
+
+    @property
+    def text(self) -> str:
+        """All of it as one sentence."""
+        reasons = {
+            "of other templates": self.outdated,
+            "whose knobs their kernel does not have or refuses for their problem and device": self.illegal,
+            "damaged": self.damaged,
+        }
+        left_out = ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
+        return (
+            f"{self.taken} records taken, {self.kept} no better than known ones"
+            f"{f'; left out: {left_out}' if left_out else ''}."
+        )
 
 
 def default_records_folder(environment: Mapping[str, str]) -> Path:
@@ -70,6 +88,19 @@ def load_records(
         known += _shipped_records()
     ours = tuple(item for item in known if item.record.device.arch == device.arch)
     return Records(device, ours, find_tools().triton_version or "")
+
+
+def check_records_readable(folder: Path) -> None:
+    """OptionError if the folder cannot be read; one that is missing has no records yet."""
+    try:
+        next(folder.iterdir(), None)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise OptionError(
+            f"The records in {folder} cannot be read ({error.strerror or error}): give a readable folder with "
+            "--records-folder."
+        ) from error
 
 
 def check_records_folder(folder: Path, device: Identity) -> None:
@@ -104,9 +135,11 @@ def write_user_record(folder: Path, record: Record) -> Path:
 def export_records(path: Path, device: Identity, folder: Path, force: bool = False) -> int:
     """Writes the best known records of one device as a file that can ship, and says how many they are.
 
-    The user's and the shipped ones are merged; outdated and simulated ones are left out. OptionError if none is left.
+    The user's and the shipped ones are merged; outdated, illegal and simulated ones are left out. OptionError if none
+    is left, or if the folder cannot be read.
     """
-    records = [record for record in _current(_records_of(device, folder)) if not record.is_simulated]
+    check_records_readable(folder)
+    records = [record for record in _usable(_records_of(device, folder)) if not record.is_simulated]
     if not records:
         raise OptionError(f"There are no records of {device.name} in {folder}: run `lynnc tune` on that device first.")
     write_file(path, records_text(records), force, "--export")
@@ -117,19 +150,34 @@ def import_records(path: Path, folder: Path) -> Imported:
     """Takes the records of a file into the user's folder that are better than those known; OptionError for a file that
     holds none."""
     try:
-        found = parse_records(path.read_bytes())
+        parsed = parse_file(path.read_bytes())
     except OSError as error:
         raise OptionError(
             f"{path} cannot be read ({error.strerror or error}): give --import a file of records."
         ) from error
-    if not found:
+    if parsed == Parsed():
         raise OptionError(f"{path} holds no records of this schema: give --import a file that --export wrote.")
-    current = merge_records(_current(found))
-    rivals = {rival.question: rival for rival in merge_records(_records_of(found[0].device, folder))}
-    taken = [new for new in current if new.question not in rivals or new.beats(rivals[new.question])]
+    current = [record for record in parsed.records if is_current(record)]
+    usable = [record for record in current if is_legal(record)]
+    taken = _better(usable, folder)
     for record in taken:
         write_user_record(folder, record)
-    return Imported(len(taken), len(current) - len(taken), len(merge_records(found)) - len(current))
+    return Imported(
+        taken=len(taken),
+        kept=len(usable) - len(taken),
+        outdated=len(parsed.records) - len(current),
+        illegal=len(current) - len(usable),
+        damaged=parsed.damaged,
+    )
+
+
+def _better(records: Sequence[Record], folder: Path) -> list[Record]:
+    """Those of one device's records that beat each other and all that are known."""
+    if not records:
+        return []
+    known = merge_records(_usable(_records_of(records[0].device, folder)))
+    rivals = {rival.question: rival for rival in known}
+    return [new for new in merge_records(records) if new.question not in rivals or new.beats(rivals[new.question])]
 
 
 def is_current(record: Record) -> bool:
@@ -138,8 +186,19 @@ def is_current(record: Record) -> bool:
     return record.kernel in templates and record.template == template_digest(templates[record.kernel])
 
 
-def _current(records: Iterable[Record]) -> Iterator[Record]:
-    return (record for record in records if is_current(record))
+def is_legal(record: Record) -> bool:
+    """Whether the kernel has these knobs, and none of its constraints refuses them for the record's problem and
+    device."""
+    kernel = next((kernel for kernel in KERNELS if kernel.name == record.kernel), None)
+    try:
+        target = find_target(record.device.arch)
+        return kernel is not None and kernel.refusal(record.problem, record.knobs, target) is None
+    except (TargetError, LookupError, TypeError, ValueError, ArithmeticError):
+        return False  # an unknown architecture, or a problem that lacks what the constraints read
+
+
+def _usable(records: Iterable[Record]) -> Iterator[Record]:
+    return (record for record in records if is_current(record) and is_legal(record))
 
 
 def _records_of(device: Identity, folder: Path) -> list[Record]:
@@ -156,14 +215,27 @@ def _shipped_records() -> Iterator[Known]:
 
 
 def _user_records(folder: Path) -> Iterator[Known]:
-    for path in sorted(folder.glob("*/*.json")):
-        try:
-            data = path.read_bytes()
-        except OSError:
-            continue
-        for record in parse_records(data):
-            if path == _path_of(folder, record):
-                yield Known(record, True, str(path.parent))
+    for place in _entries(folder):
+        for path in _entries(place):
+            for record in parse_records(_content(path)):
+                if path == _path_of(folder, record):
+                    yield Known(record, True, str(place))
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What lies in a folder, sorted; nothing where it cannot be read."""
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _content(path: Path) -> bytes:
+    """The bytes of a regular file, and none of anything else: reading a pipe would wait for a writer for ever."""
+    try:
+        return path.read_bytes() if path.is_file() else b""
+    except OSError:
+        return b""
 
 
 def _path_of(folder: Path, record: Record) -> Path:

@@ -136,7 +136,10 @@ def _ratio(value: int | str, other: int | str) -> float:
         return 1.0
     if isinstance(value, str) or isinstance(other, str) or min(value, other) <= 0:
         return math.inf
-    return max(value, other) / min(value, other)
+    try:
+        return max(value, other) / min(value, other)
+    except OverflowError:  # a damaged record may hold a number of any length
+        return math.inf
 
 
 def _matches(records: Records, kernel: str, problem: Problem) -> Iterator[Match]:

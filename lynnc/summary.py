@@ -96,11 +96,12 @@ class StateSize:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Everything that ``lynnc compile`` reports of a plan."""
+    """Everything that ``lynnc compile`` reports of a plan; ``note`` says why declared activations are not followed."""
 
     name: str
     arch: str
     activations: str
+    note: str
     context: int
     weight_bytes: int
     state: StateSize
@@ -119,6 +120,7 @@ def summarize(compiled: Compiled, context: int) -> Summary:
         name=plan.name,
         arch=plan.arch,
         activations=_activations(plan, str(precision["activations"])),
+        note=compiled.note,
         context=context,
         weight_bytes=sum(array.bytes for weight in plan.weights.values() for array in weight.arrays),
         state=state_size(plan),

@@ -235,6 +235,8 @@ BAD = (
     Bad("option", ("compile", "tiny-moe", "--tragt", "sm_90"), ("--tragt", "lynnc compile --help")),
     Bad("no model", ("compile",), ("MODEL", "lynnc compile --help")),
     Bad("model", ("compile", "tiny-mo", "--target", "sm_90"), ("tiny-mo ", "tiny-moe")),
+    Bad("long model", ("compile", "m" * 300, "--target", "sm_90"), ("neither a shipped model nor the path",)),
+    Bad("long subject", ("explain", "m" * 300, "--device", "h200"), ("neither a shipped model nor the path",)),
     Bad("model path", ("compile", "no/such.yaml", "--target", "sm_90"), ("no/such.yaml", "no such file")),
     Bad("target", ("compile", "tiny-moe", "--target", "sm_91"), ("sm_91", "sm_90")),
     Bad("device", ("compile", "tiny-moe", "--device", "h20"), ("h20", "h200")),

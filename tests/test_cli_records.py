@@ -79,6 +79,22 @@ def test_show_and_the_table_of_compile_say_the_same(
     ]
 
 
+def test_a_folder_that_was_named_must_be_readable_and_the_usual_one_need_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    show = ["show", "tiny-full", "--stage", "choices", "--device", "h200"]
+    run, long_name = CliRunner().invoke, str(tmp_path / ("r" * 300))
+    expected = run(cli, [*show, "--records", "shipped"]).stdout
+    refused = run(cli, [*show, "--records-folder", long_name])
+    assert refused.exit_code == 2 and len(refused.stderr.splitlines()) == 1
+    assert f"The records in {long_name} cannot be read (File name too long): give a readable" in refused.stderr
+    assert run(cli, [*show, "--records-folder", long_name, "--records", "shipped"]).stdout == expected
+    assert run(cli, [*show, "--records-folder", str(tmp_path / "none")]).stdout == expected
+    monkeypatch.setenv("XDG_CACHE_HOME", long_name)
+    usual = run(cli, show)
+    assert usual.exit_code == 0 and usual.stdout == expected != ""
+
+
 def test_a_gpu_that_is_in_no_table_has_records_of_its_own(tmp_path: Path) -> None:
     laptop = identify("NVIDIA H200 Laptop", 90, 60, 30 << 20)
     write_user_record(tmp_path, made(laptop))

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import sympy
+from click.testing import CliRunner
 
 from lynnc.build import build_graph
+from lynnc.cli.main import cli
 from lynnc.cost import cost, costs
 from lynnc.errors import OptionError
 from lynnc.explain import DECODE_ROWS, Question, ceilings, explain_step, merge_shapes, without_launches
-from lynnc.modelfile import load_model, shipped_models
+from lynnc.modelfile import dump_model, load_model, shipped_models
 from lynnc.passes import run_passes
 from lynnc.passes.split_attention import SPLITS
 from lynnc.target import find_device
 from lynnc.tensors import Format, S, T
+from lynnc.tools import find_tools
 
 H200 = find_device("h200")
 PARTS = ("weight_bytes", "state_bytes", "activation_bytes", "flops")
@@ -128,3 +133,37 @@ def test_speed():
     start = time.process_time()
     ceilings(load_model("lynn-27b-a3b"), Question(H200))
     assert time.process_time() - start < 3
+
+
+@pytest.fixture
+def declaring(tmp_path: Path) -> Path:
+    """The file of a model that declares 4-bit activations."""
+    spec = load_model("tiny-moe")
+    path = tmp_path / "declaring.yaml"
+    path.write_text(dump_model(replace(spec, precision=replace(spec.precision, activations="nvfp4"))))
+    return path
+
+
+@pytest.mark.parametrize("command", [("explain",), ("show",), ("show", "--stage", "choices")], ids="-".join)
+def test_a_declaration_that_is_not_followed_is_said(
+    command: tuple[str, ...], declaring: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stderr(device: str) -> str:
+        words = [command[0], str(declaring), *command[1:], "--program", "prefill/16", "--device", device]
+        result = CliRunner().invoke(cli, words)
+        has_them = any(name in result.stdout for name in ("Quantised", "gemm_fp4 ["))
+        assert result.exit_code == 0 and has_them is (not result.stderr)
+        return result.stderr
+
+    assert "warning" in stderr("h200") and "its plan has bf16 ones: sm_90 has no FP4" in stderr("h200")
+    assert stderr("r6000") == ""
+    monkeypatch.setattr("lynnc.activations.find_tools", lambda: replace(find_tools(), triton_version="3.7.1"))
+    assert "its plan has bf16 ones: Triton 3.7.1 cannot serve sm_121 with FP4 MMA" in stderr("spark")
+
+
+def test_json_has_the_note(declaring: Path) -> None:
+    def note(device: str) -> str:
+        result = CliRunner().invoke(cli, ["explain", str(declaring), "--device", device, "--json"])
+        return str(json.loads(result.stdout)["note"])
+
+    assert "its plan has bf16 ones" in note("h200") and note("r6000") == ""

@@ -236,3 +236,4 @@ def test_a_plan_says_which_activations_it_uses(model: str, used: str, kernels_of
     assert without.plan.options.without == ("quantise_activations",)
     assert not {entry.name for entry in without.plan.kernels.values()} & WITH_4_BITS
     assert summarize(without, 64).activations == "bf16 (the model allows nvfp4)"
+    assert summarize(without, 64).note == without.note and summarize(with_fp4, 64).note == ""

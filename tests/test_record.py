@@ -20,7 +20,7 @@ from lynnc.deviceidentity import (
     named_device,
     safe_name,
 )
-from lynnc.record import Record, RecordOrigin, merge_records, parse_records, records_text
+from lynnc.record import Parsed, Record, RecordOrigin, merge_records, parse_file, parse_records, records_text
 from lynnc.target import DEVICES, TARGETS, find_device
 
 MIB = 1 << 20
@@ -149,7 +149,11 @@ BAD_LINES = [
     {"seconds": 0.0},
     {"seconds": -1.0},
     {"seconds": float("nan")},
+    {"seconds": 10**400},
+    {"spread": -1e-9},
+    {"spread": float("inf")},
     {"gain": float("inf")},
+    {"gain": 1.5},
     {"seconds": "1"},
     {"date": "yesterday"},
     {"extra": 1},
@@ -162,8 +166,9 @@ def test_a_damaged_record_is_left_out_and_the_others_stay(change: dict[str, obje
     data = json.loads(records_text([good, bad]))
     data["records"] = [{**line, **change} if line["kernel"] == "embed" else line for line in data["records"]]
     assert parse_records(json.dumps(data)) == (good,)
+    assert parse_file(json.dumps(data)) == Parsed((good,), damaged=1)
     data["records"] = [line for line in data["records"] if line["kernel"] == "linear"] + [None, 1, [], {}]
-    assert parse_records(json.dumps(data)) == (good,)
+    assert parse_file(json.dumps(data)) == Parsed((good,), damaged=4)
 
 
 WHOLE = records_text([example()])

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from recorded import H100, H200, HERE, SHIPPED, SPARK, at, made, records_of_tiny, users
+from recorded import (
+    DEFAULT,
+    H100,
+    H200,
+    HERE,
+    LINEAR,
+    PROBLEM,
+    SHIPPED,
+    SPARK,
+    at,
+    made,
+    records_of_tiny,
+    served,
+    users,
+)
 
 from lynnc.choose import choose_all
 from lynnc.compiler import Request, fused_graph, lower_programs
@@ -19,15 +34,17 @@ from lynnc.errors import OptionError, OutputError
 from lynnc.kernels.table import KERNELS
 from lynnc.modelfile import load_model
 from lynnc.plan import Options
-from lynnc.record import RecordOrigin, parse_records, records_text
+from lynnc.record import RecordOrigin, merge_records, parse_records, records_text
 from lynnc.recordfiles import (
     Imported,
     RecordChoice,
     check_records_folder,
+    check_records_readable,
     default_records_folder,
     export_records,
     import_records,
     is_current,
+    is_legal,
     load_records,
     write_user_record,
 )
@@ -112,6 +129,60 @@ def test_a_folder_that_cannot_be_read_holds_nothing_and_one_that_cannot_be_writt
                 check_records_folder(folder, HERE)
     check_records_folder(tmp_path / "none", HERE)
     assert users(tmp_path / "none") == [] and not any((tmp_path / "none" / "h200").iterdir())
+
+
+def refuse_to_list(self: Path) -> Iterator[Path]:
+    raise PermissionError(13, "Permission denied", str(self))
+
+
+def test_a_folder_that_nobody_may_read_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long_name = tmp_path / ("x" * 300)
+    assert users(long_name) == []
+    with pytest.raises(OptionError, match=r"cannot be read \(File name too long\).*--records-folder"):
+        check_records_readable(long_name)
+    write_user_record(tmp_path, made())
+    check_records_readable(tmp_path)
+    check_records_readable(tmp_path / "none")
+    monkeypatch.setattr(Path, "iterdir", refuse_to_list)
+    assert users(tmp_path) == []
+    for refused in (check_records_readable, lambda folder: export_records(tmp_path / "out.json", HERE, folder)):
+        with pytest.raises(OptionError, match=r"cannot be read \(Permission denied\).*--records-folder"):
+            refused(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize("closed", ["", "h200"])
+def test_permissions_that_are_missing_are_a_miss(tmp_path: Path, closed: str) -> None:
+    write_user_record(tmp_path, made())
+    (tmp_path / closed).chmod(0)
+    try:
+        assert users(tmp_path) == []
+    finally:
+        (tmp_path / closed).chmod(0o755)
+
+
+WAITER = """
+import sys
+from pathlib import Path
+from lynnc.deviceidentity import identity_of
+from lynnc.recordfiles import load_records
+from lynnc.target import find_device
+print(sum(known.is_user for known in load_records(identity_of(find_device("h200")), Path(sys.argv[1])).known))
+"""
+
+
+def test_a_pipe_among_the_records_is_not_waited_for(tmp_path: Path) -> None:
+    path = write_user_record(tmp_path, made())
+    write_user_record(tmp_path, at(100))
+    path.unlink()
+    os.mkfifo(path)
+    os.mkfifo(path.with_name("a.json"))
+    os.mkfifo(tmp_path / "b.json")
+    (path.parent / "c.json").symlink_to("c.json")
+    command = [sys.executable, "-W", "error", "-c", WAITER, str(tmp_path)]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout == "1\n"
+    write_user_record(tmp_path, made())
+    assert len(users(tmp_path)) == 2, "the record takes the pipe's place"
 
 
 def test_a_file_system_that_refuses_to_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,6 +332,81 @@ def test_import_takes_what_is_better(tmp_path: Path) -> None:
     }
     assert import_records(file, mine) == Imported(taken=0, kept=3, outdated=1)
     assert import_records(SHIPPED / "h200.json", mine).taken == 0, "they count already"
+
+
+DAMAGED_KNOBS = [
+    {"X": 1},
+    {},
+    {**DEFAULT, "BLOCK_N": 7},
+    {**DEFAULT, "X": 1},
+    {**DEFAULT, "BLOCK_N": 64, "num_warps": 1, "BLOCK_K": 8192},
+]
+
+
+@pytest.mark.parametrize("knobs", DAMAGED_KNOBS, ids=str)
+def test_knobs_that_are_not_the_kernels_are_neither_imported_nor_exported(tmp_path: Path, knobs: dict) -> None:
+    mine, file = tmp_path / "mine", tmp_path / "theirs.json"
+    assert LINEAR.refusal(PROBLEM, knobs, H200.target)
+    kept, bad = made(seconds=2e-6), replace(made(seconds=1e-12), knobs=knobs)
+    write_user_record(mine, kept)
+    file.write_text(records_text([bad, at(100)]))
+    found = import_records(file, mine)
+    assert found == Imported(taken=1, kept=0, outdated=0, illegal=1)
+    assert found.text.count(".") == 1 and "1 records taken" in found.text and "left out: 1 whose knobs" in found.text
+    assert kept in users(mine) and len(users(mine)) == 2 and served(*load_records(HERE, mine).known)
+
+    write_user_record(mine, bad)
+    export_records(tmp_path / "out.json", HERE, mine)
+    exported = parse_records((tmp_path / "out.json").read_bytes())
+    assert at(100) in exported and bad not in exported
+    file.write_text(records_text([kept]))
+    assert import_records(file, mine).taken == 1, "what is not legal has no rival to beat"
+    assert kept in users(mine) and bad not in users(mine)
+
+
+def test_import_of_shipped_records_with_other_knobs_takes_none(tmp_path: Path) -> None:
+    shipped = parse_records((SHIPPED / "h200.json").read_bytes())
+    file = tmp_path / "bad.json"
+    file.write_text(records_text([replace(record, knobs={"X": 1}, seconds=1e-12) for record in shipped]))
+    found = import_records(file, tmp_path / "mine")
+    assert found == Imported(taken=0, kept=0, outdated=0, illegal=len(shipped)) and not users(tmp_path / "mine")
+    assert f"0 records taken, 0 no better than known ones; left out: {len(shipped)} whose knobs" in found.text
+    assert export_records(tmp_path / "out.json", HERE, tmp_path / "mine") == len(shipped)
+    assert parse_records((tmp_path / "out.json").read_bytes()) == shipped
+
+
+def test_an_import_counts_what_is_damaged(tmp_path: Path) -> None:
+    file, text = tmp_path / "theirs.json", records_text([made(seconds=3e-6), at(100), made(template="0" * 64)])
+    for figure in ("NaN", "-1.0", "0.0", "1e999", "1" * 400):
+        file.write_text(text.replace("3e-06", figure))
+        found = import_records(file, tmp_path / figure[:5])
+        assert found == Imported(taken=1, kept=0, outdated=1, damaged=1)
+        assert found.text.endswith("; left out: 1 of other templates, 1 damaged.")
+    file.write_text(records_text([made(seconds=3e-6)]).replace("3e-06", "NaN"))
+    assert import_records(file, tmp_path / "none") == Imported(taken=0, kept=0, outdated=0, damaged=1)
+
+
+@pytest.mark.parametrize("value", ["word", -1, 0, 10**400, None], ids=["word", "-1", "0", "long", "none"])
+def test_a_record_of_a_problem_that_no_launch_has_stops_nothing(tmp_path: Path, value: object) -> None:
+    """Constraints read the problem's fields; what a file says of them is anybody's."""
+    shipped = parse_records((SHIPPED / "h200.json").read_bytes())
+    odd = [
+        replace(record, problem={name: old for name, old in record.problem.items() if name != field} | change)
+        for record in {record.kernel: record for record in shipped}.values()
+        for field in record.problem
+        for change in [{} if value is None else {field: value}]
+    ]
+    file = tmp_path / "odd.json"
+    file.write_text(records_text(odd))
+    found = import_records(file, tmp_path / "mine")
+    assert found.taken + found.kept + found.illegal + found.outdated == len(merge_records(odd))
+    assert export_records(tmp_path / "out.json", HERE, tmp_path / "mine") >= len(shipped)
+    graph = fused_graph(load_model("tiny-full"), "decode/1")
+    assert choose_all(graph, H200.target, load_records(HERE, tmp_path / "mine", RecordChoice.USER))
+
+
+def test_a_record_of_an_unknown_architecture_is_not_legal() -> None:
+    assert is_legal(made()) and not is_legal(made(replace(HERE, arch="sm_999"))) and not is_legal(made(kernel="none"))
 
 
 def test_import_of_no_records_says_so(tmp_path: Path) -> None:

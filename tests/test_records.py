@@ -128,6 +128,12 @@ def test_distance_is_symmetric_and_1_for_equals(first: Problem, second: Problem)
     assert far == pytest.approx(distance(second, first))
 
 
+def test_a_number_of_any_length_is_far_away() -> None:
+    assert distance({"n": 1}, {"n": 10**400}) == distance({"n": 10**400}, {"n": 1}) == math.inf
+    longest = made(replace(HERE, name="odd", sm_count=10**400))
+    assert served(longest, at(10**400)) is None
+
+
 @given(st.lists(st.integers(1, 40_000), max_size=8), st.randoms())
 def test_nearest_is_the_nearest_of_all_in_any_order(sizes: list[int], random) -> None:
     records = [at(n, knobs={"PROGRAMS": 0}) for n in sizes]

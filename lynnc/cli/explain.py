@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from lynnc.activations import settle_activations
-from lynnc.cli.output import amount, duration, number, print_json, print_table, size, text
+from lynnc.cli.output import amount, duration, number, print_json, print_table, size, text, warn
 from lynnc.cli.parameters import (
     choose_destination,
     complete_models,
@@ -80,8 +80,10 @@ def run(arguments: Arguments) -> None:
     question = Question(device, arguments.context, settled.without)
     step = explain_step(subject.spec, arguments.program, question, subject.options.prefill_rows)
     limits = ceilings(subject.spec, question)
+    if settled.note:
+        warn(settled.note)
     if arguments.as_json:
-        print_json(_document(subject.spec.name, question, step, limits))
+        print_json({**_document(subject.spec.name, question, step, limits), "note": settled.note})
         return
     _print_step(subject.spec.name, question.device, step, arguments.each_shape)
     _print_ceilings(question, limits)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from lynnc.deviceidentity import Identity
-from lynnc.recordfiles import RecordChoice, default_records_folder, load_records
+from lynnc.recordfiles import RecordChoice, check_records_readable, default_records_folder, load_records
 from lynnc.records import Records
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -46,5 +46,8 @@ def records_folder(given: Path | None) -> Path:
 
 
 def known_records(device: Identity | None, choice: str = RecordChoice.ALL, folder: Path | None = None) -> Records:
-    """The records that count for a GPU."""
-    return load_records(device, records_folder(folder), RecordChoice(choice))
+    """The records that count for a GPU; OptionError if the user's were named by ``folder`` and cannot be read."""
+    chosen = RecordChoice(choice)
+    if folder and chosen in (RecordChoice.ALL, RecordChoice.USER):
+        check_records_readable(folder)
+    return load_records(device, records_folder(folder), chosen)

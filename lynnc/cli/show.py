@@ -35,7 +35,7 @@ from lynnc.lower import lower
 from lynnc.plan import KernelEntry, Plan, Program
 from lynnc.planfile import kernel_file
 from lynnc.store import Store
-from lynnc.target import find_target
+from lynnc.target import Target, find_target
 
 STAGES = ("model", "fused", "choices", "source", "ptx")
 
@@ -118,7 +118,7 @@ def _print_graph(subject: Subject, arguments: Arguments) -> None:
         without = subject.options.without
         if arguments.target or arguments.device:
             target = choose_destination(arguments.target, arguments.device).target
-            without = settle_activations(subject.spec, target, without).without
+            without = _passes_left_out(subject, target)
         graph = fused_graph(subject.spec, arguments.program, without)
     if arguments.op is None:
         click.echo(str(graph), nl=False)
@@ -127,6 +127,14 @@ def _print_graph(subject: Subject, arguments: Arguments) -> None:
     for op in graph.ops:
         if op.name in names:
             click.echo(_op_text(graph, op))
+
+
+def _passes_left_out(subject: Subject, target: Target) -> tuple[str, ...]:
+    """Those of the options, and what the target cannot do, with a warning."""
+    settled = settle_activations(subject.spec, target, subject.options.without)
+    if settled.note:
+        warn(settled.note)
+    return settled.without
 
 
 def _op_text(graph: Graph, op: Op) -> str:
@@ -153,10 +161,7 @@ def _selected(names: Sequence[str], wanted: str | None) -> list[str]:
 
 def _from_model(subject: Subject, arguments: Arguments) -> Iterator[Chosen]:
     destination: Destination = choose_destination(arguments.target, arguments.device)
-    settled = settle_activations(subject.spec, destination.target, subject.options.without)
-    if settled.note:
-        warn(settled.note)
-    graph = fused_graph(subject.spec, arguments.program, settled.without)
+    graph = fused_graph(subject.spec, arguments.program, _passes_left_out(subject, destination.target))
     records = known_records(destination.identity, arguments.records, arguments.records_folder)
     choices = choose_all(graph, destination.target, records)
     lowered = lower(graph, choices, destination.target)

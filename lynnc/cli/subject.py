@@ -6,7 +6,7 @@ a ``Subject`` that also holds the plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -35,21 +35,29 @@ def find_model(name: str) -> ModelSpec:
     if is_packed(name):
         return load_model(str(Path(name) / MODEL_FILE))
     path = PurePosixPath(name)
-    if path.parts == ("models", path.name) and path.stem in shipped_models() and not Path(name).exists():
+    if path.parts == ("models", path.name) and path.stem in shipped_models() and not _is(Path.exists, Path(name)):
         return load_model(path.stem)
     return load_model(name)
 
 
 def is_packed(name: str) -> bool:
     """Whether a folder of ``lynnc pack`` is meant."""
-    return name not in shipped_models() and (Path(name) / MODEL_FILE).is_file()
+    return name not in shipped_models() and _is(Path.is_file, Path(name) / MODEL_FILE)
 
 
 def is_plan(name: str) -> bool:
     """Whether a plan folder is meant rather than a model."""
     if name in shipped_models() or is_packed(name):
         return False
-    return Path(name).is_dir() or name.rstrip("/").endswith(".plan")
+    return _is(Path.is_dir, Path(name)) or name.rstrip("/").endswith(".plan")
+
+
+def _is(kind: Callable[[Path], bool], path: Path) -> bool:
+    """Whether a path is of a kind; not, where nobody can look: it may be too long for a name, or out of bounds."""
+    try:
+        return kind(path)
+    except OSError:
+        return False
 
 
 def find_subject(name: str, without: Sequence[str] = ()) -> Subject:

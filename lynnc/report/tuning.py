@@ -32,6 +32,8 @@ WITHOUT_NOT_MEASURED = 2
 """The schema before, which is read, too: it says nothing of steps that were not measured."""
 LONGEST_SECONDS = 86400.0
 """No launch and no step takes a day: such a time is damage."""
+MOST = 1_000_000_000
+"""Launches of a step, candidates of a kernel and positions of a slot are fewer: a longer number is damage."""
 Knobs = Mapping[str, int]
 
 
@@ -170,11 +172,13 @@ class TuneSummary:
 
 
 def _complaints(summary: TuneSummary) -> Iterator[str]:
-    if not math.isfinite(summary.seconds):
+    if not 0 <= summary.seconds < math.inf:
         yield f"the run took {summary.seconds} s"
     for step in summary.steps:
         if not all(map(_is_time, (step.default_seconds, step.before_seconds, step.best_seconds))):
             yield f"a time of the step {step.program} cannot be"
+        if not 0 <= step.context < MOST:
+            yield f"the context of the step {step.program} cannot be"
         if not 0 <= step.best_spread < LONGEST_SECONDS:
             yield f"the spread of the step {step.program} is {step.best_spread} s"
     for study in summary.kernels:
@@ -182,13 +186,15 @@ def _complaints(summary: TuneSummary) -> Iterator[str]:
 
 
 def _study_complaints(study: KernelStudy, where: str) -> Iterator[str]:
-    if not all(map(_is_time, (study.default_seconds, study.best_seconds))) or study.launches < 1:
+    if not all(map(_is_time, (study.default_seconds, study.best_seconds))) or not 1 <= study.launches < MOST:
         yield f"{where} has a time or a number of launches that cannot be"
     if min(study.refused.values(), default=0) < 0:
         yield f"{where} has a negative number of refusals"
     if not all(map(math.isfinite, study.importance.values())):
         yield f"{where} has an importance that is no number"
     for trial in study.trials:
+        if not 0 <= trial.number < MOST:
+            yield f"a trial of {where} has a number that cannot be"
         if trial.status not in set(Status):
             yield f"trial {trial.number} of {where} has the unknown status {trial.status!r}"
         if trial.status == Status.TIMED and not _is_time(trial.seconds):
