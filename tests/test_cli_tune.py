@@ -261,6 +261,10 @@ def test_exported_records_can_be_imported_elsewhere(tmp_path):
     result = lynnc("tune", "--import", file, "--records-folder", other)
     assert result.exit_code == 0 and "1 records taken" in result.stderr
     assert users(other) == [made(seconds=1e-6, triton="3.9.0")], "what ships counts already"
+    file.write_text(file.read_text().replace('"num_warps": ', '"num_wraps": '))
+    result = lynnc("tune", "--import", file, "--records-folder", tmp_path / "third")
+    assert result.exit_code == 0 and len(result.stderr.splitlines()) == 1 and users(tmp_path / "third") == []
+    assert "0 records taken" in result.stderr and "whose knobs their kernel does not have" in result.stderr
 
 
 def test_a_record_is_made_of_every_race(monkeypatch):

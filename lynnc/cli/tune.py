@@ -97,9 +97,7 @@ def run(arguments: Arguments) -> None:
     if arguments.export_to:
         _export(arguments, arguments.export_to)
     elif arguments.import_from:
-        taken = import_records(arguments.import_from, records_folder(arguments.records_folder))
-        known, outdated = f"{taken.kept} no better than known ones", f"{taken.outdated} of other templates left out"
-        note(f"{taken.taken} records taken, {known}, {outdated}.")
+        note(import_records(arguments.import_from, records_folder(arguments.records_folder)).text)
     else:
         _tune(arguments)
 
