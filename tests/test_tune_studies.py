@@ -15,8 +15,9 @@ from postgres import find_program, server
 from tuning import IDENTITY, MODEL, finding
 from tuning_worker import rig
 
-from lynnc.autotune import studies
-from lynnc.autotune.studies import Run, open_storage, runs_in
+from lynnc.autotune import storages
+from lynnc.autotune.storages import open_storage, runs_in
+from lynnc.autotune.studies import Run
 from lynnc.autotune.trial import Outcome, Status
 from lynnc.autotune.tuner import About, Tuner, study_digest
 from lynnc.autotune.worker import LONGEST_HOLD_SECONDS, Worker
@@ -128,8 +129,8 @@ def test_a_worker_of_another_host_is_lost_after_a_while():
 
 
 def test_a_database_notices_silence(tmp_path, monkeypatch):
-    monkeypatch.setattr(studies, "LOST_AFTER_SECONDS", 1)
-    monkeypatch.setattr(studies, "HEARTBEAT_SECONDS", 1)
+    monkeypatch.setattr(storages, "LOST_AFTER_SECONDS", 1)
+    monkeypatch.setattr(storages, "HEARTBEAT_SECONDS", 1)
     url = f"sqlite:///{tmp_path}/tune.db"
     made = rig(url, "a")
     silent = made.tuner(worker=Worker("otherhost:1:1"))

@@ -1,0 +1,181 @@
+"""Where trials are kept: a journal file, or a database through Optuna.
+
+In: what ``--storage`` says. Out: an Optuna storage, or an ``OptionError`` in one sentence. A worker that dies leaves
+its trials running; ``replace_lost_trial`` puts a lost one's last measurement in its place, or has it tried once more.
+
+Example::
+
+    storage = open_storage("sqlite:///tune.db")
+    runs_in(storage)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import random
+import re
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import optuna
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from optuna.trial import FrozenTrial, TrialState
+
+from lynnc.autotune.trial import Status
+from lynnc.autotune.worker import HEARTBEAT_SECONDS, LOST_AFTER_SECONDS
+from lynnc.errors import OptionError
+
+OPENING_ATTEMPTS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """What SQLAlchemy speaks to a server through: its module, and the package that brings it."""
+
+    module: str
+    package: str
+
+
+DRIVERS = {"postgresql": Driver("psycopg", "'psycopg[binary]'"), "mysql": Driver("pymysql", "PyMySQL")}
+DATABASES = ("sqlite", "postgresql", "mysql")
+
+
+def open_storage(text: str) -> BaseStorage:
+    """The storage that a journal file's path or a URL names; OptionError if it cannot be opened."""
+    logging.getLogger("optuna").setLevel(logging.ERROR)
+    if "://" not in text:
+        return _open_journal(Path(text))
+    kind = text.split("://")[0].split("+")[0]
+    if kind not in DATABASES:
+        raise OptionError(
+            f"--storage {_without_password(text)}: give a file, or a URL of {', '.join(DATABASES)}, such as "
+            "sqlite:///tune.db."
+        )
+    return _open_database(_with_driver(text), kind)
+
+
+class QuickJournal(JournalFileBackend):
+    """Optuna's journal file, without waiting for the disk at each of the dozen entries of a candidate.
+
+    What was written survives the end of any process; only the machine's own failure could lose the last entries. A
+    line that a killed process or a full disk left half-written is cut off before the next one: with text behind it
+    nobody could read the file again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._own_lock, self._path = JournalFileSymlinkLock(str(path)), path
+        super().__init__(str(path), self._own_lock)
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        """Appends whole lines, alone."""
+        text = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
+        self._own_lock.acquire()
+        try:
+            with self._path.open("a+b") as file:
+                _cut_half_line(file)
+                file.write(text.encode())
+        finally:
+            self._own_lock.release()
+
+
+def _cut_half_line(file: BinaryIO) -> None:
+    """Shortens a file to its last whole line."""
+    end = file.seek(0, os.SEEK_END)
+    file.seek(max(end - 1, 0))
+    if file.read(1) not in (b"", b"\n"):
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def _open_journal(path: Path) -> BaseStorage:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return JournalStorage(QuickJournal(path))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"{type(error).__name__}: {error}" if isinstance(error, KeyError | TypeError) else error
+        raise OptionError(f"--storage {path} cannot be used as a journal ({why}): give another file.") from error
+
+
+def _with_driver(url: str) -> str:
+    """The same URL with a driver that needs no compiler to install, unless it names one."""
+    return re.sub(r"^(postgresql|mysql)://", lambda found: f"{found[1]}+{DRIVERS[found[1]].module}://", url)
+
+
+def _open_database(url: str, kind: str) -> BaseStorage:
+    shown = _without_password(url)
+    try:
+        from sqlalchemy.exc import SQLAlchemyError
+    except ModuleNotFoundError as error:
+        raise OptionError(f"--storage {shown} needs the package sqlalchemy: run `pip install sqlalchemy`.") from error
+    for attempt in range(OPENING_ATTEMPTS):
+        try:
+            return _database(url)
+        except ImportError as error:
+            package = DRIVERS[kind].package if kind in DRIVERS else "a driver"
+            raise OptionError(
+                f"--storage {shown} needs a driver that is not installed ({error}): run `pip install {package}`."
+            ) from error
+        except SQLAlchemyError as error:
+            # Workers that begin together make the tables together, and all but one fail.
+            if "already exists" in str(error) and attempt + 1 < OPENING_ATTEMPTS:
+                time.sleep(random.uniform(0.2, 1.0))
+                continue
+            why = str(error.__cause__ or error).strip().splitlines()[0]
+            raise OptionError(f"--storage {shown} cannot be opened ({why}): check the URL and the server.") from error
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _database(url: str) -> RDBStorage:
+    with no_warnings():
+        return RDBStorage(
+            url,
+            heartbeat_interval=HEARTBEAT_SECONDS,
+            grace_period=LOST_AFTER_SECONDS,
+            heartbeat_stale_trial_callback=replace_lost_trial,
+        )
+
+
+def _without_password(url: str) -> str:
+    head, at, tail = url.rpartition("@")
+    return f"{head.rsplit(':', 1)[0]}:...@{tail}" if at and head.count(":") > 1 else url
+
+
+def runs_in(storage: BaseStorage) -> tuple[str, ...]:
+    """Names of the runs that a storage holds, the newest last."""
+    names = (study.study_name.split("/")[0] for study in storage.get_all_studies() if "/" in study.study_name)
+    return tuple(dict.fromkeys(names))
+
+
+def replace_lost_trial(study: optuna.Study, trial: FrozenTrial) -> None:
+    """A lost trial's last measurement counts; a candidate without one is tried once more, not for ever."""
+    attributes = {name: value for name, value in trial.user_attrs.items() if name != "worker"}
+    if trial.intermediate_values:
+        value = trial.intermediate_values[max(trial.intermediate_values)]
+        outcome = attributes.get("outcome", {})
+        study.add_trial(
+            optuna.trial.create_trial(
+                state=TrialState.COMPLETE,
+                value=value,
+                params=trial.params,
+                distributions=trial.distributions,
+                user_attrs={**attributes, "status": outcome.get("status", Status.TIMED.value), "recovered": True},
+            )
+        )
+    elif trial.params and not attributes.get("retried"):
+        study.enqueue_trial(trial.params, {**attributes, "retried": True})
+
+
+@contextlib.contextmanager
+def no_warnings() -> Iterator[None]:
+    """Heartbeats are experimental to Optuna, and are meant for its own loop where we have ours."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
