@@ -16,12 +16,13 @@ Example::
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.storages import BaseStorage, RDBStorage
 from optuna.trial import FrozenTrial, TrialState
@@ -98,40 +99,53 @@ class KnobStudy:
 
     def draw(self) -> Ticket:
         """The next candidate: one that was offered, else the sampler's choice."""
-        with no_warnings():
-            trial = self._study.ask(self._distributions)
-        self._heart.hold(trial._trial_id)
-        trial.set_user_attr("worker", self._worker.name)
-        origin = str(trial.user_attrs.get("origin", "sampler"))
-        return Ticket(trial, self._to_knobs(trial.params), origin)
+        while True:
+            with contextlib.suppress(UpdateFinishedTrialError), no_warnings():  # lost while it was drawn: another one
+                trial = self._study.ask(self._distributions)
+                # In a database whoever has put a name down has been heard, so that silence tells.
+                self._heart.hold(trial._trial_id)
+                with self._unless_lost(trial):
+                    trial.set_user_attr("worker", self._worker.name)
+                    origin = str(trial.user_attrs.get("origin", "sampler"))
+                    return Ticket(trial, self._to_knobs(trial.params), origin)
 
     def report(self, ticket: Ticket, outcome: Outcome, step: int) -> bool:
         """Keeps a time of some repeats; whether the candidate is among the better half that goes on."""
-        ticket.trial.set_user_attr("outcome", asdict(outcome))
-        ticket.trial.report(outcome.seconds, step)
-        return ticket.is_guarded or not ticket.trial.should_prune()
+        with self._unless_lost(ticket.trial):
+            ticket.trial.set_user_attr("outcome", asdict(outcome))
+            ticket.trial.report(outcome.seconds, step)
+            return ticket.is_guarded or not ticket.trial.should_prune()
+        return False
 
-    def finish(self, ticket: Ticket, outcome: Outcome, is_whole: bool = True) -> None:
-        """Keeps what became of a candidate; one without a time, or with few repeats, is known to be no good."""
+    def finish(self, ticket: Ticket, outcome: Outcome, is_whole: bool = True) -> bool:
+        """Keeps what became of a candidate, unless it was lost; one without a time, or with few repeats, is known to be
+        no good."""
         trial = ticket.trial
         attributes = {"outcome": asdict(outcome), "status": outcome.status.value, "reason": outcome.reason}
-        for name, value in attributes.items():
-            if value and trial.user_attrs.get(name) != value:  # each write waits for a disk or a server
-                trial.set_user_attr(name, value)
-        if outcome.is_timed and is_whole:
-            self._tell(trial, outcome.seconds, TrialState.COMPLETE)
-        else:
-            self._tell(trial, None, TrialState.PRUNED)
+        with self._unless_lost(trial):
+            for name, value in attributes.items():
+                if value and trial.user_attrs.get(name) != value:  # each write waits for a disk or a server
+                    trial.set_user_attr(name, value)
+            if outcome.is_timed and is_whole:
+                self._tell(trial, outcome.seconds, TrialState.COMPLETE)
+            else:
+                self._tell(trial, None, TrialState.PRUNED)
+            return True
+        return False
 
     def drop(self, ticket: Ticket, reason: str) -> None:
         """Forgets a draw that taught nothing, such as one that was tried before."""
-        ticket.trial.set_user_attr("dropped", reason)
-        self._tell(ticket.trial, None, TrialState.FAIL)
+        with self._unless_lost(ticket.trial):
+            ticket.trial.set_user_attr("dropped", reason)
+            self._tell(ticket.trial, None, TrialState.FAIL)
 
     def put_back(self, ticket: Ticket) -> None:
         """Gives up a candidate that was not measured; the next worker gets it."""
-        self.drop(ticket, "put back")
-        self._study.enqueue_trial(dict(self._to_params(ticket.knobs)), {"origin": ticket.origin})
+        with self._unless_lost(ticket.trial):
+            ticket.trial.set_user_attr("dropped", "put back")
+            # Who is killed between the two leaves it twice, which costs little, and not never.
+            self._study.enqueue_trial(dict(self._to_params(ticket.knobs)), {"origin": ticket.origin})
+            self._tell(ticket.trial, None, TrialState.FAIL)
 
     def tried(self) -> tuple[Tried, ...]:
         """Every finished candidate, in the order in which they were begun."""
@@ -152,8 +166,11 @@ class KnobStudy:
         with no_warnings():
             optuna.storages.fail_stale_trials(self._study)
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            if self._worker.knows_to_be_lost(str(trial.user_attrs.get("worker", "")), trial.datetime_start):
-                with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError, ValueError):
+            worker = str(trial.user_attrs.get("worker", ""))
+            if worker and self._heart.is_heard:
+                continue  # its silence would have been noticed above
+            if self._worker.knows_to_be_lost(worker, trial.datetime_start):
+                with contextlib.suppress(UpdateFinishedTrialError, ValueError):  # somebody else was quicker
                     self._study.tell(trial.number, state=TrialState.FAIL)
                     replace_lost_trial(self._study, trial)
 
@@ -165,10 +182,16 @@ class KnobStudy:
         except (ValueError, RuntimeError):
             return {}
 
+    @contextlib.contextmanager
+    def _unless_lost(self, trial: optuna.Trial) -> Iterator[None]:
+        """Another worker may have taken this one for dead: then its word stands, and the candidate is let go."""
+        try:
+            yield
+        except UpdateFinishedTrialError:
+            self._heart.let_go(trial._trial_id)
+
     def _tell(self, trial: optuna.Trial, value: float | None, state: TrialState) -> None:
-        """Another worker may have taken this one for dead, and then its word stands."""
-        with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError, ValueError):
-            self._study.tell(trial, value, state=state)
+        self._study.tell(trial, value, state=state, skip_if_finished=True)
         self._heart.let_go(trial._trial_id)
 
     def _tried(self, trial: FrozenTrial) -> Tried:
