@@ -273,6 +273,7 @@ class Search:
 
     def _measure(self, ticket: Ticket) -> Outcome:
         candidate = self._candidate(ticket.knobs)
+        self.study.begin(ticket)
         for step, repeats in enumerate(REPEATS):
             outcome = self._bench.measure(candidate, repeats)
             if not outcome.is_timed:

@@ -1,7 +1,7 @@
 """Where trials are kept: a journal file, or a database through Optuna.
 
 In: what ``--storage`` says. Out: an Optuna storage, or an ``OptionError`` in one sentence. A worker that dies leaves
-its trials running; ``replace_lost_trial`` puts a lost one's last measurement in its place, or has it tried once more.
+its trials running; ``replace_lost_trial`` puts a lost one's last measurement in its place, or has it tried again.
 
 Example::
 
@@ -34,6 +34,8 @@ from lynnc.autotune.worker import HEARTBEAT_SECONDS, LOST_AFTER_SECONDS
 from lynnc.errors import OptionError
 
 OPENING_ATTEMPTS = 6
+MOST_BEGUN = 2
+"""Measurements of a candidate that begin and end with the worker: it may be what kills them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,8 @@ def runs_in(storage: BaseStorage) -> tuple[str, ...]:
 
 
 def replace_lost_trial(study: optuna.Study, trial: FrozenTrial) -> None:
-    """A lost trial's last measurement counts; a candidate without one is tried once more, not for ever."""
+    """A lost trial's last measurement counts; a candidate without one is tried again, unless it may be what kills
+    workers."""
     attributes = {name: value for name, value in trial.user_attrs.items() if name != "worker"}
     if trial.intermediate_values:
         value = trial.intermediate_values[max(trial.intermediate_values)]
@@ -169,8 +172,13 @@ def replace_lost_trial(study: optuna.Study, trial: FrozenTrial) -> None:
                 user_attrs={**attributes, "status": outcome.get("status", Status.TIMED.value), "recovered": True},
             )
         )
-    elif trial.params and not attributes.get("retried"):
-        study.enqueue_trial(trial.params, {**attributes, "retried": True})
+    elif trial.params and not is_given_up(trial):
+        study.enqueue_trial(trial.params, attributes)
+
+
+def is_given_up(trial: FrozenTrial) -> bool:
+    """Whether the measurement of a candidate that was lost had begun often enough."""
+    return int(trial.user_attrs.get("begun", 0)) >= MOST_BEGUN
 
 
 @contextlib.contextmanager

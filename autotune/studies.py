@@ -3,7 +3,7 @@
 In: a storage (``storages.py``), the name of a run, a task. Out: a ``KnobStudy``, one Optuna study for each task, which
 proposes candidates and keeps what came of them. Everything a worker finishes is in the storage at once; other workers
 of any host see it and draw from the same study. A worker that dies leaves its trials running; whoever notices first
-puts its last measurement in their place, or has the candidate tried once more.
+puts its last measurement in their place, or has the candidate tried again.
 
 Example::
 
@@ -28,7 +28,7 @@ from optuna.storages import BaseStorage, RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from lynnc.autotune.problems import Task
-from lynnc.autotune.storages import no_warnings, replace_lost_trial
+from lynnc.autotune.storages import is_given_up, no_warnings, replace_lost_trial
 from lynnc.autotune.sweep import Tried, outcome_from
 from lynnc.autotune.trial import Outcome, Status
 from lynnc.autotune.worker import Heart, Worker
@@ -39,16 +39,21 @@ STARTUP_TRIALS = 16
 HALVING = 2
 """One of so many goes on to more repeats."""
 
+PUT_BACK = "put back"
 Params = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A candidate that this worker holds. ``is_guarded`` ones get every repeat, however slow: default and record."""
+    """A candidate that this worker holds. ``is_guarded`` ones get every repeat, however slow: default and record.
+
+    ``begun`` is how often its measurement began before and ended with the worker.
+    """
 
     trial: optuna.Trial
     knobs: Knobs
     origin: str
+    begun: int = 0
 
     @property
     def is_guarded(self) -> bool:
@@ -95,7 +100,9 @@ class KnobStudy:
 
     def offer(self, knobs: Knobs, origin: str) -> None:
         """Has some knobs tried before anything is drawn, unless they were offered or tried before."""
-        self._study.enqueue_trial(dict(self._to_params(knobs)), {"origin": origin}, skip_if_exists=True)
+        params = dict(self._to_params(knobs))
+        if not any(_answers(trial, params) for trial in self._study.get_trials(deepcopy=False)):
+            self._study.enqueue_trial(params, {"origin": origin})
 
     def draw(self) -> Ticket:
         """The next candidate: one that was offered, else the sampler's choice."""
@@ -107,7 +114,13 @@ class KnobStudy:
                 with self._unless_lost(trial):
                     trial.set_user_attr("worker", self._worker.name)
                     origin = str(trial.user_attrs.get("origin", "sampler"))
-                    return Ticket(trial, self._to_knobs(trial.params), origin)
+                    begun = int(trial.user_attrs.get("begun", 0))
+                    return Ticket(trial, self._to_knobs(trial.params), origin, begun)
+
+    def begin(self, ticket: Ticket) -> None:
+        """Notes that the measurement begins: should the worker die of it, the candidate is not tried for ever."""
+        with self._unless_lost(ticket.trial):
+            ticket.trial.set_user_attr("begun", ticket.begun + 1)
 
     def report(self, ticket: Ticket, outcome: Outcome, step: int) -> bool:
         """Keeps a time of some repeats; whether the candidate is among the better half that goes on."""
@@ -142,9 +155,10 @@ class KnobStudy:
     def put_back(self, ticket: Ticket) -> None:
         """Gives up a candidate that was not measured; the next worker gets it."""
         with self._unless_lost(ticket.trial):
-            ticket.trial.set_user_attr("dropped", "put back")
+            ticket.trial.set_user_attr("dropped", PUT_BACK)
             # Who is killed between the two leaves it twice, which costs little, and not never.
-            self._study.enqueue_trial(dict(self._to_params(ticket.knobs)), {"origin": ticket.origin})
+            attributes = {"origin": ticket.origin, "begun": ticket.begun}
+            self._study.enqueue_trial(dict(self._to_params(ticket.knobs)), attributes)
             self._tell(ticket.trial, None, TrialState.FAIL)
 
     def tried(self) -> tuple[Tried, ...]:
@@ -212,6 +226,17 @@ class KnobStudy:
     def _to_knobs(self, params: Mapping[str, Any]) -> Knobs:
         fixed = {name: knob.values[0] for name, knob in self._space.items() if name not in params}
         return fixed | {name: _to_value(self._space[name], int(value)) for name, value in params.items()}
+
+
+def _answers(trial: FrozenTrial, params: Params) -> bool:
+    """Whether a trial is about some parameters, and waits, runs, is finished or was given up for good.
+
+    What was put back or lost waits again as another trial, unless the worker that saw to it was killed meanwhile.
+    """
+    if dict(trial.system_attrs.get("fixed_params", trial.params)) != params:
+        return False
+    is_dropped = trial.user_attrs.get("dropped", PUT_BACK) != PUT_BACK
+    return trial.state is not TrialState.FAIL or is_dropped or is_given_up(trial)
 
 
 def _distribution(knob: Knob) -> BaseDistribution:

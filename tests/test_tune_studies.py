@@ -114,7 +114,7 @@ def test_a_put_back_candidate_is_the_next_to_be_drawn(storage):
     assert study.has_offers() and study.draw().knobs == ticket.knobs and not study.tried()
 
 
-def test_what_a_dead_process_held_is_tried_again_once_and_what_it_measured_counts(storage):
+def test_what_a_dead_process_held_is_tried_again_and_what_it_measured_counts(storage):
     made = rig(storage, "a")
     gone = gone_worker()
     task = made.tasks[0]
@@ -130,12 +130,69 @@ def test_what_a_dead_process_held_is_tried_again_once_and_what_it_measured_count
     assert again.knobs == held.knobs
     study.replace_lost()  # this process lives
     assert not study.has_offers()
-    second = made.tuner(worker=gone).study(task)
-    second._study.enqueue_trial(dict(second._to_params(held.knobs)), {"retried": True})
-    second.draw()
-    fall_silent(storage)
-    study.replace_lost()  # it took a second process with it
+
+
+def test_only_a_candidate_whose_measurement_killed_two_workers_is_given_up(storage):
+    made = rig(storage, "a")
+    task = made.tasks[0]
+    default, knobs = task.default(DEVICE), made.bench.optimum(task)
+    dying, study = made.tuner(worker=gone_worker()).study(task), made.tuner().study(task)
+    for deaths in range(4):
+        for proposal in (default, knobs):
+            study.offer(proposal, "default")
+        drawn = [dying.draw() for _ in range(3)]
+        held, begun, _ = sorted(drawn, key=lambda one: [default, knobs, one.knobs].index(one.knobs))
+        assert held.knobs == default and held.begun == 0
+        assert (begun.knobs == knobs and begun.begun == deaths) or deaths >= 2
+        if begun.knobs == knobs:
+            dying.begin(begun)
+        fall_silent(storage)
+        study.replace_lost()
+    states = [trial.state for trial in study._study.get_trials() if study._to_knobs(trial.params) == knobs]
+    assert Counter(states)[TrialState.FAIL] == 2
+    assert default in [study.draw().knobs for _ in range(2)]
+
+
+def test_a_candidate_put_back_has_killed_no_worker(storage):
+    made = rig(storage, "a")
+    study = made.tuner().study(made.tasks[0])
+    ticket = study.draw()
+    for _ in range(3):  # interrupted, as by Ctrl-C
+        study.begin(ticket)
+        study.put_back(ticket)
+        ticket = study.draw()
+    assert ticket.begun == 0
+
+
+def test_what_a_worker_lost_while_it_gave_it_back_is_offered_again(storage, monkeypatch):
+    """It was killed after the trial was failed and before the candidate waited again."""
+    made = rig(storage, "a")
+    study = made.tuner().study(made.tasks[0])
+    default = made.tasks[0].default(DEVICE)
+    study.offer(default, "default")
+    study._study.tell(study.draw().trial, state=TrialState.FAIL)
+    study.offer(default, "default")
+    ticket = study.draw()
+    assert ticket.knobs == default and ticket.origin == "default"
+    study.drop(ticket, "the same kernel was tried before")
+    study.offer(default, "default")
     assert not study.has_offers()
+
+
+def test_the_search_says_when_a_measurement_begins(tmp_path, monkeypatch):
+    made = rig(str(tmp_path / "journal"), "a")
+
+    def die(candidate, repeats):
+        raise SystemExit
+
+    monkeypatch.setattr(made.bench, "measure", die)
+    monkeypatch.setattr(Search, "release", lambda search: None)  # a killed process puts nothing back
+    tuner = made.tuner()
+    with pytest.raises(SystemExit):
+        tuner.search(made.budget(trials=5), Records())
+    trials = [trial for study in studies_of(tuner) for trial in study._study.get_trials()]
+    assert len([trial for trial in trials if trial.state is TrialState.RUNNING]) > 1
+    assert [trial.user_attrs["begun"] for trial in trials if "begun" in trial.user_attrs] == [1]
 
 
 def test_a_worker_of_another_host_or_container_is_lost_after_a_while():
