@@ -124,8 +124,7 @@ class Search:
 
     def release(self) -> None:
         """Puts back what was drawn and not measured."""
-        for ticket in self._window:
-            self.study.put_back(ticket)
+        self.study.put_back(*self._window)
         self._window.clear()
 
     def is_settled(self) -> bool:

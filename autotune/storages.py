@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import optuna
-from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.exceptions import StorageInternalError
+from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, TrialState
 
@@ -61,7 +62,7 @@ def open_storage(text: str) -> BaseStorage:
             f"--storage {_without_password(text)}: give a file, or a URL of {', '.join(DATABASES)}, such as "
             "sqlite:///tune.db."
         )
-    return _open_database(_with_driver(text), kind)
+    return _open_database(text, kind)
 
 
 class QuickJournal(JournalFileBackend):
@@ -111,38 +112,38 @@ def _with_driver(url: str) -> str:
     return re.sub(r"^(postgresql|mysql)://", lambda found: f"{found[1]}+{DRIVERS[found[1]].module}://", url)
 
 
-def _open_database(url: str, kind: str) -> BaseStorage:
-    shown = _without_password(url)
+def _open_database(typed: str, kind: str) -> BaseStorage:
+    """Imports what needs SQLAlchemy only now: journals do without it."""
+    shown = _without_password(typed)
     try:
         from sqlalchemy.exc import SQLAlchemyError
+
+        from lynnc.autotune.patientdatabase import PatientDatabase, reason_of
     except ModuleNotFoundError as error:
         raise OptionError(f"--storage {shown} needs the package sqlalchemy: run `pip install sqlalchemy`.") from error
     for attempt in range(OPENING_ATTEMPTS):
         try:
-            return _database(url)
+            with no_warnings():
+                return PatientDatabase(
+                    _with_driver(typed),
+                    shown,
+                    heartbeat_interval=HEARTBEAT_SECONDS,
+                    grace_period=LOST_AFTER_SECONDS,
+                    heartbeat_stale_trial_callback=replace_lost_trial,
+                )
         except ImportError as error:
             package = DRIVERS[kind].package if kind in DRIVERS else "a driver"
             raise OptionError(
                 f"--storage {shown} needs a driver that is not installed ({error}): run `pip install {package}`."
             ) from error
-        except SQLAlchemyError as error:
+        except (SQLAlchemyError, StorageInternalError) as error:
             # Workers that begin together make the tables together, and all but one fail.
-            if "already exists" in str(error) and attempt + 1 < OPENING_ATTEMPTS:
+            why = reason_of(error)
+            if ("already exists" in why or "is locked" in why) and attempt + 1 < OPENING_ATTEMPTS:
                 time.sleep(random.uniform(0.2, 1.0))
                 continue
-            why = str(error.__cause__ or error).strip().splitlines()[0]
             raise OptionError(f"--storage {shown} cannot be opened ({why}): check the URL and the server.") from error
     raise AssertionError("the last attempt returns or raises")
-
-
-def _database(url: str) -> RDBStorage:
-    with no_warnings():
-        return RDBStorage(
-            url,
-            heartbeat_interval=HEARTBEAT_SECONDS,
-            grace_period=LOST_AFTER_SECONDS,
-            heartbeat_stale_trial_callback=replace_lost_trial,
-        )
 
 
 def _without_password(url: str) -> str:

@@ -32,6 +32,7 @@ from lynnc.autotune.storages import is_given_up, no_warnings, replace_lost_trial
 from lynnc.autotune.sweep import Tried, outcome_from
 from lynnc.autotune.trial import Outcome, Status
 from lynnc.autotune.worker import Heart, Worker
+from lynnc.errors import StorageError
 from lynnc.kernels.kernel import Knob, Knobs, PowerOfTwo
 
 STARTUP_TRIALS = 16
@@ -152,8 +153,16 @@ class KnobStudy:
             ticket.trial.set_user_attr("dropped", reason)
             self._tell(ticket.trial, None, TrialState.FAIL)
 
-    def put_back(self, ticket: Ticket) -> None:
-        """Gives up a candidate that was not measured; the next worker gets it."""
+    def put_back(self, *tickets: Ticket) -> None:
+        """Gives up candidates that were not measured; the next worker gets them, where the storage is lost for being
+        silent about them."""
+        for ticket in tickets:
+            self._heart.let_go(ticket.trial._trial_id)
+        with contextlib.suppress(StorageError):
+            for ticket in tickets:
+                self._put_back(ticket)
+
+    def _put_back(self, ticket: Ticket) -> None:
         with self._unless_lost(ticket.trial):
             ticket.trial.set_user_attr("dropped", PUT_BACK)
             # Who is killed between the two leaves it twice, which costs little, and not never.

@@ -12,6 +12,7 @@ Example::
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import socket
@@ -19,6 +20,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from lynnc.errors import StorageError
 
 HEARTBEAT_SECONDS = 5
 LOST_AFTER_SECONDS = 60
@@ -118,15 +121,17 @@ class Heart:
             self._held.discard(trial)
 
     def stop(self) -> None:
-        """Beats no more."""
+        """Beats no more; a beat that waits for a lost storage is not waited for."""
         self._stopped.set()
         if self._thread and self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(HEARTBEAT_SECONDS)
 
     def _run(self) -> None:
+        """Goes on whatever happens to the storage: it may come back."""
         while not self._stopped.wait(HEARTBEAT_SECONDS):
             with self._lock:
                 held = tuple(self._held)
-            for trial in held:
-                if self._beat:
-                    self._beat(trial)
+            with contextlib.suppress(StorageError):
+                for trial in held:
+                    if self._beat:
+                        self._beat(trial)
