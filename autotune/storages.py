@@ -12,6 +12,7 @@ Example::
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ import random
 import re
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,9 +33,11 @@ from optuna.trial import FrozenTrial, TrialState
 
 from lynnc.autotune.trial import Status
 from lynnc.autotune.worker import HEARTBEAT_SECONDS, LOST_AFTER_SECONDS
-from lynnc.errors import OptionError
+from lynnc.errors import OptionError, StorageError
 
 OPENING_ATTEMPTS = 6
+LONGEST_NAME = 200
+"""Bytes of a journal's name: its lock is renamed to one that is 48 longer, and no name has more than 255."""
 MOST_BEGUN = 2
 """Measurements of a candidate that begin and end with the worker: it may be what kills them."""
 
@@ -74,19 +77,64 @@ class QuickJournal(JournalFileBackend):
     """
 
     def __init__(self, path: Path) -> None:
+        if len(os.fsencode(path.name)) > LONGEST_NAME:
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         self._own_lock, self._path = JournalFileSymlinkLock(str(path)), path
         super().__init__(str(path), self._own_lock)
+        with self._locked():  # a folder that takes no lock is known at once
+            self._file, self._end = path.stat(), 0  # behind what this process wrote last
+        _check_last_line(path)
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         """Appends whole lines, alone."""
         text = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
+        with self._worded(), self._locked(), self._path.open("r+b") as file:
+            self._check_file()
+            _cut_half_line(file)
+            file.seek(0, os.SEEK_END)
+            file.write(text.encode())
+            self._end = file.tell()
+
+    def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
+        """Every entry from one on."""
+        with self._worded():
+            self._check_file()
+            yield from super().read_logs(log_number_from)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
         self._own_lock.acquire()
         try:
-            with self._path.open("a+b") as file:
-                _cut_half_line(file)
-                file.write(text.encode())
+            yield
         finally:
-            self._own_lock.release()
+            with contextlib.suppress(RuntimeError):  # who is suspended for long is not waited for
+                self._own_lock.release()
+
+    @contextlib.contextmanager
+    def _worded(self) -> Iterator[None]:
+        """What goes wrong with a journal that is in use, as a StorageError."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            raise StorageError(
+                f"The journal {self._path} was lost while it was in use ({reason_of(error)}): put it back or make "
+                "room, then go on with --resume, or begin anew with another --storage."
+            ) from error
+
+    def _check_file(self) -> None:
+        """FileNotFoundError if another file is there now: entries of this one mean nothing behind those of that."""
+        found = self._path.stat()
+        if not os.path.samestat(found, self._file) or found.st_size < self._end:
+            raise FileNotFoundError(errno.ENOENT, "another file has its name")
+
+
+def _check_last_line(path: Path) -> None:
+    """ValueError if the last whole line of a file is none of a journal: with text behind it nobody could read the file
+    again. Optuna reads over it, as it may be half-written."""
+    with path.open("rb") as file:
+        lines = file.read().rpartition(b"\n")[0].rsplit(b"\n", 1)
+    if lines[-1]:
+        json.loads(lines[-1])
 
 
 def _cut_half_line(file: BinaryIO) -> None:
@@ -102,8 +150,8 @@ def _open_journal(path: Path) -> BaseStorage:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return JournalStorage(QuickJournal(path))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        why = f"{type(error).__name__}: {error}" if isinstance(error, KeyError | TypeError) else error
+    except (OSError, ValueError, KeyError, TypeError, StorageError) as error:
+        why = reason_of(error.__cause__ if isinstance(error, StorageError) and error.__cause__ else error)
         raise OptionError(f"--storage {path} cannot be used as a journal ({why}): give another file.") from error
 
 
@@ -112,13 +160,23 @@ def _with_driver(url: str) -> str:
     return re.sub(r"^(postgresql|mysql)://", lambda found: f"{found[1]}+{DRIVERS[found[1]].module}://", url)
 
 
+def reason_of(error: BaseException) -> str:
+    """Why, in the words of the system or a driver."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, KeyError | TypeError):
+        return f"{type(error).__name__}: {error}"
+    text = str(getattr(error, "orig", None) or error.__cause__ or error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
 def _open_database(typed: str, kind: str) -> BaseStorage:
     """Imports what needs SQLAlchemy only now: journals do without it."""
     shown = _without_password(typed)
     try:
         from sqlalchemy.exc import SQLAlchemyError
 
-        from lynnc.autotune.patientdatabase import PatientDatabase, reason_of
+        from lynnc.autotune.patientdatabase import PatientDatabase
     except ModuleNotFoundError as error:
         raise OptionError(f"--storage {shown} needs the package sqlalchemy: run `pip install sqlalchemy`.") from error
     for attempt in range(OPENING_ATTEMPTS):
@@ -135,6 +193,11 @@ def _open_database(typed: str, kind: str) -> BaseStorage:
             package = DRIVERS[kind].package if kind in DRIVERS else "a driver"
             raise OptionError(
                 f"--storage {shown} needs a driver that is not installed ({error}): run `pip install {package}`."
+            ) from error
+        except ValueError as error:  # which may quote a part of the password
+            raise OptionError(
+                f"--storage {shown} is no URL that can be read: write the port as a number, and special characters of "
+                "a password as %XX."
             ) from error
         except (SQLAlchemyError, StorageInternalError) as error:
             # Workers that begin together make the tables together, and all but one fail.

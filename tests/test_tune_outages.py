@@ -15,7 +15,7 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.exc import DataError, OperationalError
 from tuning_worker import rig
 
-from lynnc.autotune import patientdatabase, worker
+from lynnc.autotune import patientdatabase, storages, worker
 from lynnc.autotune.storages import open_storage
 from lynnc.autotune.trial import Outcome, Status
 from lynnc.autotune.worker import Heart
@@ -147,6 +147,60 @@ def test_a_heart_beats_on_after_a_beat_that_failed(monkeypatch):
         time.sleep(0.01)
     heart.stop()
     assert len(beats) >= 6
+
+
+def test_a_journal_that_is_gone_is_a_sentence(tmp_path):
+    path = tmp_path / "journal"
+    made = rig(str(path), "a")
+    study = made.tuner().study(made.tasks[0])
+    ticket = study.draw()
+    held = path.read_bytes()
+    (tmp_path / "copy").write_bytes(held)
+    path.unlink()
+    for operation in (study.tried, study.draw, lambda: study.finish(ticket, TIMED)):
+        with pytest.raises(StorageError, match=r"journal .*journal was lost .*No such file.*--resume"):
+            operation()
+    assert not path.exists(), "nothing is written where nothing was"
+    (tmp_path / "copy").rename(path)
+    with pytest.raises(StorageError, match="another file has its name"):
+        study.finish(ticket, TIMED)
+    assert path.read_bytes() == held
+    assert rig(str(path), "a").tuner().study(made.tasks[0]).running() == (ticket.knobs,)
+
+
+def test_a_journal_that_was_begun_anew_meanwhile_is_left_alone(tmp_path):
+    path = tmp_path / "journal"
+    made = rig(str(path), "a")
+    study = made.tuner().study(made.tasks[0])
+    path.write_bytes(b"")
+    for _ in range(2):
+        with pytest.raises(StorageError, match="another file has its name"):
+            study.draw()
+    assert path.read_bytes() == b""
+
+
+def test_a_journal_that_somebody_damages_is_a_sentence(tmp_path):
+    path = tmp_path / "journal"
+    made = rig(str(path), "a")
+    study = made.tuner().study(made.tasks[0])
+    with path.open("a") as file:
+        file.write("garbage\n")
+    with pytest.raises(StorageError, match="was lost"):
+        for _ in range(2):
+            study.draw()
+
+
+def test_a_full_disk_is_a_sentence(tmp_path, monkeypatch):
+    made = rig(str(tmp_path / "journal"), "a")
+    study = made.tuner().study(made.tasks[0])
+
+    def fill(file):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(storages, "_cut_half_line", fill)
+    with pytest.raises(StorageError, match="No space left on device"):
+        study.draw()
+    assert not list(tmp_path.glob("*.lock"))
 
 
 @pytest.mark.skipif(not find_program("initdb"), reason="Debian's package postgresql is not installed")

@@ -347,7 +347,7 @@ def test_a_half_written_line_costs_a_journal_nothing_else(tmp_path):
     assert [tried.outcome for tried in found] == [TIMED, TIMED] and path.read_bytes().startswith(whole)
 
 
-@pytest.mark.parametrize("line", [b'{"a":1}\n', b"[1]\n", b"no JSON\n{}\n", b"\xfa\n{}\n"])
+@pytest.mark.parametrize("line", [b'{"a":1}\n', b"[1]\n", b"garbage\n", b"no JSON\n{}\n", b"\xfa\n{}\n"])
 def test_a_file_that_is_no_journal_is_refused(line, tmp_path):
     (tmp_path / "journal").write_bytes(line)
     with pytest.raises(OptionError, match="cannot be used as a journal"):
@@ -384,7 +384,14 @@ def test_another_template_or_device_begins_a_study_of_its_own(monkeypatch):
         ("redis://host", "give a file, or a URL of sqlite, postgresql, mysql"),
         ("mysql://u:secret@127.0.0.1/x", "pip install PyMySQL"),
         ("postgresql://u:secret@127.0.0.1:1/x", "cannot be opened|pip install 'psycopg"),
+        (
+            "postgresql://u:secret@localhost:abc/x",
+            "u:...@localhost:abc/x is no URL that can be read|pip install 'psycopg",
+        ),
+        ("postgresql://u:{secret}@127.0.0.1:1/x", "cannot be opened|pip install 'psycopg"),
         ("/proc/no/such/folder/journal", "cannot be used as a journal"),
+        (f"/tmp/{'n' * 300}", r"\(File name too long\)"),
+        (f"/tmp/{'n' * 230}", r"\(File name too long\)"),  # that of its lock
     ],
 )
 def test_storages_that_cannot_be_opened_say_why(typed, message, monkeypatch):
@@ -392,6 +399,7 @@ def test_storages_that_cannot_be_opened_say_why(typed, message, monkeypatch):
     with pytest.raises(OptionError, match=message) as error:
         open_storage(typed)
     assert "secret" not in str(error.value)
+    assert "+psycopg" not in str(error.value) and "+pymysql" not in str(error.value), "what was typed is shown"
 
 
 @pytest.mark.skipif(not find_program("initdb"), reason="Debian's package postgresql is not installed")
