@@ -142,6 +142,27 @@ def test_each_worker_gets_its_gpu_seed_and_part_of_the_candidates():
     assert all("--storage postgresql://host/db --study run" in line for line in lines)
 
 
+def test_the_greatest_seed_serves_a_fleet(tmp_path):
+    storage = tmp_path / "fleet.journal"
+    result = lynnc(*REHEARSE, "--devices", "cuda:0,cuda:1", "--trials", 4, "--storage", storage, "--search-only",
+                   "--study", "s", "--seed", 2**32 - 1)  # fmt: skip
+    assert result.exit_code == 0 and "ended with code" not in result.stderr, result.output
+    assert {line.get("user_attr", {}).get("worker") for line in map(json.loads, storage.open())} != {None}
+
+
+def test_a_storage_that_is_lost_is_one_line_and_the_code_of_others(tmp_path, monkeypatch):
+    storage, prepare = tmp_path / "journal", tunerun.SyntheticBench.prepare
+
+    def delete(*arguments):
+        storage.unlink(missing_ok=True)
+        return prepare(*arguments)
+
+    monkeypatch.setattr(tunerun.SyntheticBench, "prepare", delete)
+    result = lynnc(*REHEARSE, "--trials", 4, "--storage", storage)
+    assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1
+    assert f"The journal {storage} was lost while it was in use" in result.stderr
+
+
 def test_some_workers_may_fail_but_not_all(capsys):
     good, bad = [sys.executable, "-c", "pass"], [sys.executable, "-c", "raise SystemExit(3)"]
     run_workers([good, bad])
@@ -168,6 +189,15 @@ def test_some_workers_may_fail_but_not_all(capsys):
         (("tiny-moe", "--rehearse", "--resume"), "--resume"),
         (("tiny-moe", "--rehearse", "--storage", "oracle://x"), "--storage oracle"),
         (("tiny-moe", "--programs", "decode/9"), "decode/9"),
+        (("tiny-moe", "--rehearse", "--seed", 2**32), "--seed"),
+        (("tiny-moe", "--rehearse", "--storage", "postgresql://u:p@localhost:abc/x"), "localhost:abc"),
+        (("tiny-moe", "--rehearse", "--output", "n" * 300), "File name too long"),
+        (("--simulate", "h200", "--export", "n" * 300), "File name too long"),
+        (("--export", "new.json", "--import", "old.json"), "--export and --import"),
+        *(
+            (("tiny-moe", "--rehearse", option, ""), f"{option} is empty")
+            for option in ("--device", "--devices", "--budget", "--kernels", "--storage", "--simulate")
+        ),
     ],
 )
 def test_mistakes_are_one_line(arguments, message):
