@@ -23,7 +23,6 @@ from optuna.trial import TrialState
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from lynnc.autotune.storages import reason_of
 from lynnc.errors import StorageError
 
 PATIENCE_SECONDS = 60.0
@@ -105,6 +104,12 @@ class PatientDatabase(RDBStorage):
             if self.failures == failures or (found.state, found.values) != (state, values):
                 raise
             return True
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of what a driver says."""
+    text = str(getattr(error, "orig", None) or error.__cause__ or error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
 
 
 def _may_pass(error: BaseException | None) -> bool:

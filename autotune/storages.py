@@ -117,7 +117,7 @@ class QuickJournal(JournalFileBackend):
             yield
         except (OSError, ValueError) as error:
             raise StorageError(
-                f"The journal {self._path} was lost while it was in use ({reason_of(error)}): put it back or make "
+                f"The journal {self._path} was lost while it was in use ({_why(error)}): put it back or make "
                 "room, then go on with --resume, or begin anew with another --storage."
             ) from error
 
@@ -126,6 +126,10 @@ class QuickJournal(JournalFileBackend):
         found = self._path.stat()
         if not os.path.samestat(found, self._file) or found.st_size < self._end:
             raise FileNotFoundError(errno.ENOENT, "another file has its name")
+
+
+def _why(error: BaseException) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _check_last_line(path: Path) -> None:
@@ -151,7 +155,8 @@ def _open_journal(path: Path) -> BaseStorage:
         path.parent.mkdir(parents=True, exist_ok=True)
         return JournalStorage(QuickJournal(path))
     except (OSError, ValueError, KeyError, TypeError, StorageError) as error:
-        why = reason_of(error.__cause__ if isinstance(error, StorageError) and error.__cause__ else error)
+        cause = error.__cause__ if isinstance(error, StorageError) and error.__cause__ else error
+        why = f"{type(error).__name__}: {error}" if isinstance(error, KeyError | TypeError) else _why(cause)
         raise OptionError(f"--storage {path} cannot be used as a journal ({why}): give another file.") from error
 
 
@@ -160,23 +165,13 @@ def _with_driver(url: str) -> str:
     return re.sub(r"^(postgresql|mysql)://", lambda found: f"{found[1]}+{DRIVERS[found[1]].module}://", url)
 
 
-def reason_of(error: BaseException) -> str:
-    """Why, in the words of the system or a driver."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    if isinstance(error, KeyError | TypeError):
-        return f"{type(error).__name__}: {error}"
-    text = str(getattr(error, "orig", None) or error.__cause__ or error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
-
-
 def _open_database(typed: str, kind: str) -> BaseStorage:
     """Imports what needs SQLAlchemy only now: journals do without it."""
     shown = _without_password(typed)
     try:
         from sqlalchemy.exc import SQLAlchemyError
 
-        from lynnc.autotune.patientdatabase import PatientDatabase
+        from lynnc.autotune.patientdatabase import PatientDatabase, reason_of
     except ModuleNotFoundError as error:
         raise OptionError(f"--storage {shown} needs the package sqlalchemy: run `pip install sqlalchemy`.") from error
     for attempt in range(OPENING_ATTEMPTS):
