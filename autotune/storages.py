@@ -196,10 +196,11 @@ def _open_database(typed: str, kind: str) -> BaseStorage:
             ) from error
         except (SQLAlchemyError, StorageInternalError) as error:
             # Workers that begin together make the tables together, and all but one fail.
-            why = reason_of(error)
-            if ("already exists" in why or "is locked" in why) and attempt + 1 < OPENING_ATTEMPTS:
+            whole = f"{error} {error.__cause__}"
+            if ("already exists" in whole or "is locked" in whole) and attempt + 1 < OPENING_ATTEMPTS:
                 time.sleep(random.uniform(0.2, 1.0))
                 continue
+            why = reason_of(error)
             raise OptionError(f"--storage {shown} cannot be opened ({why}): check the URL and the server.") from error
     raise AssertionError("the last attempt returns or raises")
 

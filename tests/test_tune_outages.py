@@ -8,6 +8,7 @@ import time
 from contextlib import closing, contextmanager
 
 import pytest
+from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
 from optuna.trial import TrialState
 from postgres import find_program, server
@@ -57,6 +58,28 @@ def test_a_short_lock_is_ridden_out(tmp_path, hurried):
         release.join()
     assert study.finish(ticket, TIMED) and len(study.tried()) == 1
     assert study._study._storage._backend.away_since is None
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        'duplicate key value violates unique constraint "pg_type"\nDETAIL: Key (typname) already exists.',
+        "database is locked",
+    ],
+)
+def test_who_opens_a_database_beside_others_tries_again(reason, tmp_path, monkeypatch):
+    monkeypatch.setattr(storages.time, "sleep", lambda seconds: None)
+    opened = RDBStorage.__init__
+    failures = [OperationalError("CREATE", {}, Exception(reason)), StorageInternalError("see the cause")]
+    failures[1].__cause__ = failures[0]
+
+    def fail_twice(self, *arguments, **options):
+        if failures:
+            raise failures.pop()
+        opened(self, *arguments, **options)
+
+    monkeypatch.setattr(RDBStorage, "__init__", fail_twice)
+    assert open_storage(f"sqlite:///{tmp_path}/tune.db").get_all_studies() == [] and not failures
 
 
 def test_a_long_one_is_a_sentence_and_the_run_goes_on_later(tmp_path, hurried, monkeypatch):
