@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -71,7 +71,8 @@ class Search:
         self._bench, self._setting = bench, setting
         self._random = random.Random(f"{setting.seed} {task.name}")
         self._window: deque[Ticket] = deque()
-        self._identities: set[str] = set()  # of kernels that were tried or are in some worker's hands
+        self._tried: set[str] = set()  # kernels
+        self._in_hand: Counter[str] = Counter()  # kernels that some worker held when that was looked at last
         self._best: Outcome | None = None
         self._best_knobs: Knobs = {}
         self._is_neighbours_turn = False
@@ -123,8 +124,7 @@ class Search:
 
     def release(self) -> None:
         """Puts back what was drawn and not measured."""
-        for ticket in self._window:
-            self.study.put_back(ticket)
+        self.study.put_back(*self._window)
         self._window.clear()
 
     def is_settled(self) -> bool:
@@ -167,12 +167,15 @@ class Search:
             return
         self._looked = now
         self.study.replace_lost()
+        self._look_at_hands()
         for tried in self.study.tried():
             if tried.outcome.status is not Status.REFUSED:
-                self._identities.add(identity(self.task, tried.knobs))
+                self._tried.add(identity(self.task, tried.knobs))
             if tried.is_whole:
                 self._take(tried.outcome, tried.knobs)
-        self._identities.update(identity(self.task, knobs) for knobs in self.study.running())
+
+    def _look_at_hands(self) -> None:
+        self._in_hand = Counter(identity(self.task, knobs) for knobs in self.study.running())
 
     def _take(self, outcome: Outcome, knobs: Knobs) -> None:
         """Remembers the best time of every repeat."""
@@ -229,11 +232,19 @@ class Search:
             self.study.finish(ticket, Outcome(Status.REFUSED, reason=why))
             return None
         same = identity(self.task, ticket.knobs)
-        if same in self._identities and not ticket.is_guarded:
+        if not ticket.is_guarded and self._has_twin(same):
             self.study.drop(ticket, "the same kernel was tried before")
             return None
-        self._identities.add(same)
+        self._in_hand[same] += 1
         return ticket
+
+    def _has_twin(self, same: str) -> bool:
+        """Whether the kernel of a candidate just drawn was tried, or is in hand a second time: others may have put it
+        back since, or died."""
+        if same in self._in_hand and same not in self._tried:
+            self._look_at_hands()
+            return self._in_hand[same] > 1
+        return same in self._tried
 
     def _hopeless(self, ticket: Ticket) -> str | None:
         best = self._best
@@ -254,23 +265,27 @@ class Search:
 
     def _first_new(self, proposals: Iterable[Knobs]) -> Knobs | None:
         for knobs in proposals:
-            if self._refusal(knobs) is None and identity(self.task, knobs) not in self._identities:
+            same = identity(self.task, knobs)
+            if self._refusal(knobs) is None and same not in self._tried and same not in self._in_hand:
                 return knobs
         return None
 
     def _measure(self, ticket: Ticket) -> Outcome:
         candidate = self._candidate(ticket.knobs)
+        self.study.begin(ticket)
         for step, repeats in enumerate(REPEATS):
             outcome = self._bench.measure(candidate, repeats)
             if not outcome.is_timed:
-                self.study.finish(ticket, outcome)
-                return outcome
+                return self._finish(ticket, outcome)
             is_last = step == len(REPEATS) - 1
             if not self.study.report(ticket, outcome, 1 << step) and not is_last:
-                self.study.finish(ticket, outcome, is_whole=False)
-                return outcome
+                return self._finish(ticket, outcome, is_whole=False)
         self._take(outcome, ticket.knobs)
-        self.study.finish(ticket, outcome)
+        return self._finish(ticket, outcome)
+
+    def _finish(self, ticket: Ticket, outcome: Outcome, is_whole: bool = True) -> Outcome:
+        if self.study.finish(ticket, outcome, is_whole):
+            self._tried.add(identity(self.task, ticket.knobs))
         return outcome
 
     def _candidate(self, knobs: Knobs) -> Candidate:

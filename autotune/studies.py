@@ -1,9 +1,9 @@
-"""The tuner's memory and its sampler: the only file that imports Optuna.
+"""The tuner's memory and its sampler, on Optuna.
 
-In: a storage (journal file, SQLite, PostgreSQL or MySQL), the name of a run, a task. Out: a ``KnobStudy``, one Optuna
-study for each task, which proposes candidates and keeps what came of them. Everything a worker finishes is in the
-storage at once; other workers of any host see it and draw from the same study. A worker that dies leaves its trials
-running; whoever notices first puts its last measurement in their place, or has the candidate tried once more.
+In: a storage (``storages.py``), the name of a run, a task. Out: a ``KnobStudy``, one Optuna study for each task, which
+proposes candidates and keeps what came of them. Everything a worker finishes is in the storage at once; other workers
+of any host see it and draw from the same study. A worker that dies leaves its trials running; whoever notices first
+puts its last measurement in their place, or has the candidate tried again.
 
 Example::
 
@@ -16,167 +16,45 @@ Example::
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
-import os
-import random
-import re
-import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
-from optuna.storages import BaseStorage, JournalStorage, RDBStorage
-from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from optuna.storages import BaseStorage, RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from lynnc.autotune.problems import Task
+from lynnc.autotune.storages import is_given_up, no_warnings, replace_lost_trial
 from lynnc.autotune.sweep import Tried, outcome_from
 from lynnc.autotune.trial import Outcome, Status
-from lynnc.autotune.worker import HEARTBEAT_SECONDS, LOST_AFTER_SECONDS, Heart, Worker
-from lynnc.errors import OptionError
+from lynnc.autotune.worker import Heart, Worker
+from lynnc.errors import StorageError
 from lynnc.kernels.kernel import Knob, Knobs, PowerOfTwo
 
 STARTUP_TRIALS = 16
 """Candidates drawn at random before the sampler learns from them."""
 HALVING = 2
 """One of so many goes on to more repeats."""
-OPENING_ATTEMPTS = 6
 
-
-@dataclass(frozen=True, slots=True)
-class Driver:
-    """What SQLAlchemy speaks to a server through: its module, and the package that brings it."""
-
-    module: str
-    package: str
-
-
-DRIVERS = {"postgresql": Driver("psycopg", "'psycopg[binary]'"), "mysql": Driver("pymysql", "PyMySQL")}
-DATABASES = ("sqlite", "postgresql", "mysql")
+PUT_BACK = "put back"
 Params = Mapping[str, int]
-
-
-def open_storage(text: str) -> BaseStorage:
-    """The storage that a journal file's path or a URL names; OptionError if it cannot be opened."""
-    logging.getLogger("optuna").setLevel(logging.ERROR)
-    if "://" not in text:
-        return _open_journal(Path(text))
-    kind = text.split("://")[0].split("+")[0]
-    if kind not in DATABASES:
-        raise OptionError(
-            f"--storage {_without_password(text)}: give a file, or a URL of {', '.join(DATABASES)}, such as "
-            "sqlite:///tune.db."
-        )
-    return _open_database(_with_driver(text), kind)
-
-
-class QuickJournal(JournalFileBackend):
-    """Optuna's journal file, without waiting for the disk at each of the dozen entries of a candidate.
-
-    What was written survives the end of any process; only the machine's own failure could lose the last entries. A
-    line that a killed process or a full disk left half-written is cut off before the next one: with text behind it
-    nobody could read the file again.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._own_lock, self._path = JournalFileSymlinkLock(str(path)), path
-        super().__init__(str(path), self._own_lock)
-
-    def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Appends whole lines, alone."""
-        text = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
-        self._own_lock.acquire()
-        try:
-            with self._path.open("a+b") as file:
-                _cut_half_line(file)
-                file.write(text.encode())
-        finally:
-            self._own_lock.release()
-
-
-def _cut_half_line(file: BinaryIO) -> None:
-    """Shortens a file to its last whole line."""
-    end = file.seek(0, os.SEEK_END)
-    file.seek(max(end - 1, 0))
-    if file.read(1) not in (b"", b"\n"):
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
-
-
-def _open_journal(path: Path) -> BaseStorage:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return JournalStorage(QuickJournal(path))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        why = f"{type(error).__name__}: {error}" if isinstance(error, KeyError | TypeError) else error
-        raise OptionError(f"--storage {path} cannot be used as a journal ({why}): give another file.") from error
-
-
-def _with_driver(url: str) -> str:
-    """The same URL with a driver that needs no compiler to install, unless it names one."""
-    return re.sub(r"^(postgresql|mysql)://", lambda found: f"{found[1]}+{DRIVERS[found[1]].module}://", url)
-
-
-def _open_database(url: str, kind: str) -> BaseStorage:
-    shown = _without_password(url)
-    try:
-        from sqlalchemy.exc import SQLAlchemyError
-    except ModuleNotFoundError as error:
-        raise OptionError(f"--storage {shown} needs the package sqlalchemy: run `pip install sqlalchemy`.") from error
-    for attempt in range(OPENING_ATTEMPTS):
-        try:
-            return _database(url)
-        except ImportError as error:
-            package = DRIVERS[kind].package if kind in DRIVERS else "a driver"
-            raise OptionError(
-                f"--storage {shown} needs a driver that is not installed ({error}): run `pip install {package}`."
-            ) from error
-        except SQLAlchemyError as error:
-            # Workers that begin together make the tables together, and all but one fail.
-            if "already exists" in str(error) and attempt + 1 < OPENING_ATTEMPTS:
-                time.sleep(random.uniform(0.2, 1.0))
-                continue
-            why = str(error.__cause__ or error).strip().splitlines()[0]
-            raise OptionError(f"--storage {shown} cannot be opened ({why}): check the URL and the server.") from error
-    raise AssertionError("the last attempt returns or raises")
-
-
-def _database(url: str) -> RDBStorage:
-    with _no_warnings():
-        return RDBStorage(
-            url,
-            heartbeat_interval=HEARTBEAT_SECONDS,
-            grace_period=LOST_AFTER_SECONDS,
-            heartbeat_stale_trial_callback=_replace_lost,
-        )
-
-
-def _without_password(url: str) -> str:
-    head, at, tail = url.rpartition("@")
-    return f"{head.rsplit(':', 1)[0]}:...@{tail}" if at and head.count(":") > 1 else url
-
-
-@contextlib.contextmanager
-def _no_warnings() -> Iterator[None]:
-    """Heartbeats are experimental to Optuna, and are meant for its own loop where we have ours."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A candidate that this worker holds. ``is_guarded`` ones get every repeat, however slow: default and record."""
+    """A candidate that this worker holds. ``is_guarded`` ones get every repeat, however slow: default and record.
+
+    ``begun`` is how often its measurement began before and ended with the worker.
+    """
 
     trial: optuna.Trial
     knobs: Knobs
     origin: str
+    begun: int = 0
 
     @property
     def is_guarded(self) -> bool:
@@ -199,7 +77,7 @@ class Run:
             seed=self.worker.seed, n_startup_trials=STARTUP_TRIALS, multivariate=True, constant_liar=True
         )
         pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=HALVING)
-        with _no_warnings():
+        with no_warnings():
             study = optuna.create_study(
                 storage=self.storage, study_name=name, sampler=sampler, pruner=pruner, load_if_exists=True
             )
@@ -214,12 +92,6 @@ class Run:
             self.storage.engine.dispose()
 
 
-def runs_in(storage: BaseStorage) -> tuple[str, ...]:
-    """Names of the runs that a storage holds, the newest last."""
-    names = (study.study_name.split("/")[0] for study in storage.get_all_studies() if "/" in study.study_name)
-    return tuple(dict.fromkeys(names))
-
-
 class KnobStudy:
     """Candidates of one task: drawn, held, finished."""
 
@@ -229,44 +101,74 @@ class KnobStudy:
 
     def offer(self, knobs: Knobs, origin: str) -> None:
         """Has some knobs tried before anything is drawn, unless they were offered or tried before."""
-        self._study.enqueue_trial(dict(self._to_params(knobs)), {"origin": origin}, skip_if_exists=True)
+        params = dict(self._to_params(knobs))
+        if not any(_answers(trial, params) for trial in self._study.get_trials(deepcopy=False)):
+            self._study.enqueue_trial(params, {"origin": origin})
 
     def draw(self) -> Ticket:
         """The next candidate: one that was offered, else the sampler's choice."""
-        with _no_warnings():
-            trial = self._study.ask(self._distributions)
-        self._heart.hold(trial._trial_id)
-        trial.set_user_attr("worker", self._worker.name)
-        origin = str(trial.user_attrs.get("origin", "sampler"))
-        return Ticket(trial, self._to_knobs(trial.params), origin)
+        while True:
+            with contextlib.suppress(UpdateFinishedTrialError), no_warnings():  # lost while it was drawn: another one
+                trial = self._study.ask(self._distributions)
+                # In a database whoever has put a name down has been heard, so that silence tells.
+                self._heart.hold(trial._trial_id)
+                with self._unless_lost(trial):
+                    trial.set_user_attr("worker", self._worker.name)
+                    origin = str(trial.user_attrs.get("origin", "sampler"))
+                    begun = int(trial.user_attrs.get("begun", 0))
+                    return Ticket(trial, self._to_knobs(trial.params), origin, begun)
+
+    def begin(self, ticket: Ticket) -> None:
+        """Notes that the measurement begins: should the worker die of it, the candidate is not tried for ever."""
+        with self._unless_lost(ticket.trial):
+            ticket.trial.set_user_attr("begun", ticket.begun + 1)
 
     def report(self, ticket: Ticket, outcome: Outcome, step: int) -> bool:
         """Keeps a time of some repeats; whether the candidate is among the better half that goes on."""
-        ticket.trial.set_user_attr("outcome", asdict(outcome))
-        ticket.trial.report(outcome.seconds, step)
-        return ticket.is_guarded or not ticket.trial.should_prune()
+        with self._unless_lost(ticket.trial):
+            ticket.trial.set_user_attr("outcome", asdict(outcome))
+            ticket.trial.report(outcome.seconds, step)
+            return ticket.is_guarded or not ticket.trial.should_prune()
+        return False
 
-    def finish(self, ticket: Ticket, outcome: Outcome, is_whole: bool = True) -> None:
-        """Keeps what became of a candidate; one without a time, or with few repeats, is known to be no good."""
+    def finish(self, ticket: Ticket, outcome: Outcome, is_whole: bool = True) -> bool:
+        """Keeps what became of a candidate, unless it was lost; one without a time, or with few repeats, is known to be
+        no good."""
         trial = ticket.trial
         attributes = {"outcome": asdict(outcome), "status": outcome.status.value, "reason": outcome.reason}
-        for name, value in attributes.items():
-            if value and trial.user_attrs.get(name) != value:  # each write waits for a disk or a server
-                trial.set_user_attr(name, value)
-        if outcome.is_timed and is_whole:
-            self._tell(trial, outcome.seconds, TrialState.COMPLETE)
-        else:
-            self._tell(trial, None, TrialState.PRUNED)
+        with self._unless_lost(trial):
+            for name, value in attributes.items():
+                if value and trial.user_attrs.get(name) != value:  # each write waits for a disk or a server
+                    trial.set_user_attr(name, value)
+            if outcome.is_timed and is_whole:
+                self._tell(trial, outcome.seconds, TrialState.COMPLETE)
+            else:
+                self._tell(trial, None, TrialState.PRUNED)
+            return True
+        return False
 
     def drop(self, ticket: Ticket, reason: str) -> None:
         """Forgets a draw that taught nothing, such as one that was tried before."""
-        ticket.trial.set_user_attr("dropped", reason)
-        self._tell(ticket.trial, None, TrialState.FAIL)
+        with self._unless_lost(ticket.trial):
+            ticket.trial.set_user_attr("dropped", reason)
+            self._tell(ticket.trial, None, TrialState.FAIL)
 
-    def put_back(self, ticket: Ticket) -> None:
-        """Gives up a candidate that was not measured; the next worker gets it."""
-        self.drop(ticket, "put back")
-        self._study.enqueue_trial(dict(self._to_params(ticket.knobs)), {"origin": ticket.origin})
+    def put_back(self, *tickets: Ticket) -> None:
+        """Gives up candidates that were not measured; the next worker gets them, where the storage is lost for being
+        silent about them."""
+        for ticket in tickets:
+            self._heart.let_go(ticket.trial._trial_id)
+        with contextlib.suppress(StorageError):
+            for ticket in tickets:
+                self._put_back(ticket)
+
+    def _put_back(self, ticket: Ticket) -> None:
+        with self._unless_lost(ticket.trial):
+            ticket.trial.set_user_attr("dropped", PUT_BACK)
+            # Who is killed between the two leaves it twice, which costs little, and not never.
+            attributes = {"origin": ticket.origin, "begun": ticket.begun}
+            self._study.enqueue_trial(dict(self._to_params(ticket.knobs)), attributes)
+            self._tell(ticket.trial, None, TrialState.FAIL)
 
     def tried(self) -> tuple[Tried, ...]:
         """Every finished candidate, in the order in which they were begun."""
@@ -284,26 +186,35 @@ class KnobStudy:
 
     def replace_lost(self) -> None:
         """Settles the trials of workers that are gone: by heartbeats where the storage has them, else by process."""
-        with _no_warnings():
+        with no_warnings():
             optuna.storages.fail_stale_trials(self._study)
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            if self._worker.knows_to_be_lost(str(trial.user_attrs.get("worker", "")), trial.datetime_start):
-                with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError, ValueError):
+            worker = str(trial.user_attrs.get("worker", ""))
+            if worker and self._heart.is_heard:
+                continue  # its silence would have been noticed above
+            if self._worker.knows_to_be_lost(worker, trial.datetime_start):
+                with contextlib.suppress(UpdateFinishedTrialError, ValueError):  # somebody else was quicker
                     self._study.tell(trial.number, state=TrialState.FAIL)
-                    _replace_lost(self._study, trial)
+                    replace_lost_trial(self._study, trial)
 
     def importances(self) -> Mapping[str, float]:
         """How much of the differences in time each knob explains; nothing where too few were timed."""
         try:
-            with _no_warnings():
+            with no_warnings():
                 return dict(get_param_importances(self._study, evaluator=PedAnovaImportanceEvaluator()))
         except (ValueError, RuntimeError):
             return {}
 
+    @contextlib.contextmanager
+    def _unless_lost(self, trial: optuna.Trial) -> Iterator[None]:
+        """Another worker may have taken this one for dead: then its word stands, and the candidate is let go."""
+        try:
+            yield
+        except UpdateFinishedTrialError:
+            self._heart.let_go(trial._trial_id)
+
     def _tell(self, trial: optuna.Trial, value: float | None, state: TrialState) -> None:
-        """Another worker may have taken this one for dead, and then its word stands."""
-        with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError, ValueError):
-            self._study.tell(trial, value, state=state)
+        self._study.tell(trial, value, state=state, skip_if_finished=True)
         self._heart.let_go(trial._trial_id)
 
     def _tried(self, trial: FrozenTrial) -> Tried:
@@ -326,23 +237,15 @@ class KnobStudy:
         return fixed | {name: _to_value(self._space[name], int(value)) for name, value in params.items()}
 
 
-def _replace_lost(study: optuna.Study, trial: FrozenTrial) -> None:
-    """A lost trial's last measurement counts; a candidate without one is tried once more, not for ever."""
-    attributes = {name: value for name, value in trial.user_attrs.items() if name != "worker"}
-    if trial.intermediate_values:
-        value = trial.intermediate_values[max(trial.intermediate_values)]
-        outcome = attributes.get("outcome", {})
-        study.add_trial(
-            optuna.trial.create_trial(
-                state=TrialState.COMPLETE,
-                value=value,
-                params=trial.params,
-                distributions=trial.distributions,
-                user_attrs={**attributes, "status": outcome.get("status", Status.TIMED.value), "recovered": True},
-            )
-        )
-    elif trial.params and not attributes.get("retried"):
-        study.enqueue_trial(trial.params, {**attributes, "retried": True})
+def _answers(trial: FrozenTrial, params: Params) -> bool:
+    """Whether a trial is about some parameters, and waits, runs, is finished or was given up for good.
+
+    What was put back or lost waits again as another trial, unless the worker that saw to it was killed meanwhile.
+    """
+    if dict(trial.system_attrs.get("fixed_params", trial.params)) != params:
+        return False
+    is_dropped = trial.user_attrs.get("dropped", PUT_BACK) != PUT_BACK
+    return trial.state is not TrialState.FAIL or is_dropped or is_given_up(trial)
 
 
 def _distribution(knob: Knob) -> BaseDistribution:

@@ -24,7 +24,8 @@ from lynnc.autotune.legalspace import legal_space
 from lynnc.autotune.predict import rank_correlation
 from lynnc.autotune.problems import DECODE, Task, Wanted, tasks_of
 from lynnc.autotune.simulatedbench import SimulatedBench, open_simulated_bench, predicted_and_measured
-from lynnc.autotune.studies import Run, open_storage
+from lynnc.autotune.storages import open_storage
+from lynnc.autotune.studies import Run
 from lynnc.autotune.sweep import Tried
 from lynnc.autotune.tuner import study_digest
 from lynnc.autotune.worker import Worker

@@ -39,6 +39,10 @@ class RecordError(LynncError):
     """A file of measurements or of a tuning run that is damaged, or that is about another model, plan or device."""
 
 
+class StorageError(LynncError):
+    """The storage of a tuning run was lost while it was in use."""
+
+
 class PeerError(LynncError):
     """Another engine that was to be measured beside ours and could not be run, or said nothing that is understood."""
 

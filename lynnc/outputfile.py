@@ -16,30 +16,35 @@ import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from lynnc.errors import OutputError
+
+LONGEST_PREFIX = 40
+"""Letters; a name may have 255 bytes, of which a letter takes up to four."""
 
 
 def check_file(path: Path, force: bool = False, option: str = "--output") -> None:
     """OutputError if the path is taken (with ``force``: by something other than a file) or its folder is missing or
     cannot be written."""
-    if path.is_dir():
-        raise OutputError(f"{path} is a folder: choose another {option}.")
-    if os.path.lexists(path) and not force:
-        raise OutputError(f"{path} exists already: choose another {option} or pass --force to replace it.")
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise OutputError(f"{path} cannot be written ({folder} is not a folder): choose another {option}.")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise OutputError(f"{path} cannot be written (no permission in {folder}): choose another {option}.")
+    with _worded(path, option):
+        if path.is_dir():
+            raise OutputError(f"{path} is a folder: choose another {option}.")
+        if _is_taken(path) and not force:
+            raise OutputError(f"{path} exists already: choose another {option} or pass --force to replace it.")
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            raise OutputError(f"{path} cannot be written ({folder} is not a folder): choose another {option}.")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise OutputError(f"{path} cannot be written (no permission in {folder}): choose another {option}.")
 
 
 def write_file(path: Path, text: str, force: bool = False, option: str = "--output") -> None:
     """Writes UTF-8 text beside ``path`` and renames it there; OutputError like ``check_file``."""
     check_file(path, force, option)
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.absolute().parent, prefix=f".{path.name}.", delete=False) as file:
+    with _worded(path, option):
+        with tempfile.NamedTemporaryFile(dir=path.absolute().parent, prefix=_prefix(path), delete=False) as file:
             scratch = Path(file.name)
         try:
             scratch.write_text(text, "utf-8")
@@ -48,9 +53,30 @@ def write_file(path: Path, text: str, force: bool = False, option: str = "--outp
         finally:
             with contextlib.suppress(OSError):
                 scratch.unlink()
+
+
+@contextlib.contextmanager
+def _worded(path: Path, option: str) -> Iterator[None]:
+    """What the system refuses about a path, such as a name that is too long, as an OutputError."""
+    try:
+        yield
     except OSError as error:
         why = error.strerror or error
         raise OutputError(f"{path} cannot be written ({why}): choose another {option}.") from error
+
+
+def _is_taken(path: Path) -> bool:
+    """Whether anything has the name, if only a link to nothing; OSError if nothing can have it."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _prefix(path: Path) -> str:
+    """Of the scratch file's name, which may be no longer than others."""
+    return f".{path.name[:LONGEST_PREFIX]}."
 
 
 def place_file(path: Path, data: bytes) -> None:
@@ -59,7 +85,7 @@ def place_file(path: Path, data: bytes) -> None:
     Some network file systems refuse to rename onto an existing file; there the file is not whole at every moment, so
     its reader must notice a half-written one.
     """
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=_prefix(path), delete=False) as file:
         temporary = Path(file.name)
     try:
         temporary.write_bytes(data)

@@ -84,6 +84,7 @@ def test_a_file_that_exists_is_replaced_only_if_told(files: Files) -> None:
     line = complaint(report(files.plan, "-o", files.page))
     assert "report.html exists already" in line and "--force" in line and files.page.read_text() == "mine"
     assert report(files.plan, "-o", files.page, "--force").exit_code == 0
+    assert "File name too long" in complaint(report(files.plan, "-o", "n" * 300))
     assert files.page.read_text().startswith("<!DOCTYPE html>")
 
 

@@ -168,6 +168,27 @@ def test_each_worker_gets_its_gpu_seed_and_part_of_the_candidates():
     assert all("--storage postgresql://host/db --study run" in line for line in lines)
 
 
+def test_the_greatest_seed_serves_a_fleet(tmp_path):
+    storage = tmp_path / "fleet.journal"
+    result = lynnc(*REHEARSE, "--devices", "cuda:0,cuda:1", "--trials", 4, "--storage", storage, "--search-only",
+                   "--study", "s", "--seed", 2**32 - 1)  # fmt: skip
+    assert result.exit_code == 0 and "ended with code" not in result.stderr, result.output
+    assert {line.get("user_attr", {}).get("worker") for line in map(json.loads, storage.open())} != {None}
+
+
+def test_a_storage_that_is_lost_is_one_line_and_the_code_of_others(tmp_path, monkeypatch):
+    storage, prepare = tmp_path / "journal", tunerun.SyntheticBench.prepare
+
+    def delete(*arguments):
+        storage.unlink(missing_ok=True)
+        return prepare(*arguments)
+
+    monkeypatch.setattr(tunerun.SyntheticBench, "prepare", delete)
+    result = lynnc(*REHEARSE, "--trials", 4, "--storage", storage)
+    assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1
+    assert f"The journal {storage} was lost while it was in use" in result.stderr
+
+
 def test_some_workers_may_fail_but_not_all(capsys):
     good, bad = [sys.executable, "-c", "pass"], [sys.executable, "-c", "raise SystemExit(3)"]
     run_workers([good, bad])
@@ -194,6 +215,15 @@ def test_some_workers_may_fail_but_not_all(capsys):
         (("tiny-moe", "--rehearse", "--resume"), "--resume"),
         (("tiny-moe", "--rehearse", "--storage", "oracle://x"), "--storage oracle"),
         (("tiny-moe", "--programs", "decode/9"), "decode/9"),
+        (("tiny-moe", "--rehearse", "--seed", 2**32), "--seed"),
+        (("tiny-moe", "--rehearse", "--storage", "postgresql://u:p@localhost:abc/x"), "localhost:abc"),
+        (("tiny-moe", "--rehearse", "--output", "n" * 300), "File name too long"),
+        (("--simulate", "h200", "--export", "n" * 300), "File name too long"),
+        (("--export", "new.json", "--import", "old.json"), "--export and --import"),
+        *(
+            (("tiny-moe", "--rehearse", option, ""), f"{option} is empty")
+            for option in ("--device", "--devices", "--budget", "--kernels", "--storage", "--simulate")
+        ),
     ],
 )
 def test_mistakes_are_one_line(arguments, message):
@@ -205,10 +235,10 @@ def test_mistakes_are_one_line(arguments, message):
 def test_without_optuna_the_message_says_what_to_install(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("lynnc.cli.tunerun")]:
         monkeypatch.delitem(sys.modules, name)
-    for name in [name for name in sys.modules if name.split(".")[0] == "optuna" or name == "lynnc.autotune.studies"]:
+    for name in [name for name in sys.modules if name.split(".")[0] == "optuna"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "optuna", None)
-    for name in ("tuner", "race", "search", "studies"):
+    for name in ("tuner", "race", "search", "studies", "storages"):
         monkeypatch.delitem(sys.modules, f"lynnc.autotune.{name}", raising=False)
     result = lynnc("tune", "tiny-moe", "--rehearse")
     assert result.exit_code == 2 and "pip install -e '.[tune]'" in result.stderr
@@ -225,7 +255,7 @@ def test_help_compile_and_completion_do_not_import_optuna(tmp_path):
     assert found.splitlines()[-1] == "[]"
 
 
-def test_only_one_file_imports_optuna():
+def test_only_three_files_import_optuna():
     root = Path(__file__).resolve().parent.parent
     users = [
         path.name
@@ -233,7 +263,7 @@ def test_only_one_file_imports_optuna():
         for path in (root / folder).rglob("*.py")
         if "import optuna" in path.read_text() or "from optuna" in path.read_text()
     ]
-    assert users == ["studies.py"]
+    assert sorted(users) == ["patientdatabase.py", "storages.py", "studies.py"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from optuna.storages import InMemoryStorage
 from lynnc.autotune.budget import Budget
 from lynnc.autotune.problems import Task, Wanted, tasks_of
 from lynnc.autotune.search import Setting
-from lynnc.autotune.studies import Run, open_storage
+from lynnc.autotune.storages import open_storage
+from lynnc.autotune.studies import Run
 from lynnc.autotune.sweep import Finding, Sweep
 from lynnc.autotune.synthetic import SyntheticBench, Traits
 from lynnc.autotune.trial import Bench

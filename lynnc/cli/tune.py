@@ -19,7 +19,7 @@ from lynnc.cli.parameters import (
     store_option,
     without_option,
 )
-from lynnc.cli.tunewish import Arguments, wish_of
+from lynnc.cli.tunewish import SEEDS, Arguments, wish_of
 from lynnc.deviceidentity import identity_of
 from lynnc.errors import OptionError
 from lynnc.plan import Options
@@ -48,7 +48,7 @@ from lynnc.target import find_device
     help="Programs whose kernels are tuned; those of decode share their choices.",
 )
 @without_option
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of what is tried.")
+@click.option("--seed", type=click.IntRange(0, SEEDS - 1), default=0, show_default=True, help="Seed of what is tried.")
 @click.option(
     "--storage",
     metavar="FILE|URL",
@@ -94,6 +94,8 @@ def command(**options: Any) -> None:
 
 def run(arguments: Arguments) -> None:
     """Records in and out need neither a GPU nor the tuner; all else does."""
+    if arguments.export_to and arguments.import_from:
+        raise OptionError("--export and --import are two things: leave one of them out.")
     if arguments.export_to:
         _export(arguments, arguments.export_to)
     elif arguments.import_from:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from lynnc.cli.output import warn
-from lynnc.cli.tunewish import Arguments, Wish
+from lynnc.cli.tunewish import SEEDS, Arguments, Wish
 from lynnc.errors import DeviceError
 
 GRACE_SECONDS = 10.0
@@ -35,7 +35,8 @@ def worker_commands(arguments: Arguments, wish: Wish, storage: str, study: str) 
     for name, value in options.items():
         shared += [name, str(value)] if value else []
     shared += ["--rehearse"] if arguments.rehearse else []
-    return tuple([*shared, "--device", f"cuda:{gpu}", "--seed", str(arguments.seed + gpu)] for gpu in wish.gpus)
+    seeds = {gpu: (arguments.seed + gpu) % SEEDS for gpu in wish.gpus}
+    return tuple([*shared, "--device", f"cuda:{gpu}", "--seed", str(seeds[gpu])] for gpu in wish.gpus)
 
 
 def run_workers(commands: Sequence[Sequence[str]]) -> None:

@@ -16,7 +16,8 @@ from lynnc.autotune.problems import DECODE, Task, Wanted, tasks_of
 from lynnc.autotune.publish import summary_of, write_records
 from lynnc.autotune.search import Setting
 from lynnc.autotune.simulatedbench import open_simulated_bench
-from lynnc.autotune.studies import Run, open_storage, runs_in
+from lynnc.autotune.storages import open_storage, runs_in
+from lynnc.autotune.studies import Run
 from lynnc.autotune.sweep import Sweep, Tried
 from lynnc.autotune.synthetic import SyntheticBench, Traits
 from lynnc.autotune.trial import Bench

@@ -15,6 +15,8 @@ from lynnc.target import Device, find_device
 from lynnc.tools import detect_gpu
 
 USUAL_BUDGET = "10m"
+SEEDS = 2**32
+"""Different seeds of a sampler."""
 REHEARSED_DEVICE = "h200"
 """Whose figures the made-up device of ``--rehearse`` has."""
 
@@ -67,6 +69,7 @@ def wish_of(arguments: Arguments) -> Wish:
     """The wish; OptionError for options that do not go together."""
     if arguments.model is None:
         raise OptionError("lynnc tune needs a model: name a shipped one (`lynnc models`) or a model file.")
+    _check_given(arguments)
     if arguments.output:
         check_file(arguments.output, arguments.force)
     if arguments.study is not None and not re.fullmatch(r"[\w.+-]+", arguments.study):
@@ -91,6 +94,21 @@ def wish_of(arguments: Arguments) -> Wish:
         kernels=tuple(name.strip() for name in arguments.kernels.split(",")) if arguments.kernels else (),
         without=parse_passes(arguments.without),
     )
+
+
+def _check_given(arguments: Arguments) -> None:
+    """OptionError for options that were given and are empty, as by a variable of a script that is not set."""
+    given = {
+        "--device": arguments.device,
+        "--devices": arguments.devices,
+        "--budget": arguments.budget,
+        "--kernels": arguments.kernels,
+        "--storage": arguments.storage,
+        "--simulate": arguments.simulate,
+    }
+    for option, text in given.items():
+        if text is not None and not text.strip():
+            raise OptionError(f"{option} is empty: give a value, or leave {option} out.")
 
 
 def _gpus(arguments: Arguments) -> tuple[int, ...]:
