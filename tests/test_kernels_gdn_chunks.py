@@ -235,6 +235,23 @@ def test_state_is_that_of_the_recurrent_kernel(length: int) -> None:
     assert_close(chunks.kernel_states["delta_state"], recurrent.kernel_states["delta_state"], STATE_LIMIT)
 
 
+def test_state_of_a_35b_models_heads_is_that_of_the_recurrent_kernel_within_1e_4() -> None:
+    """Every value's difference over the RMS of the state, which is stricter than the RMS of the differences.
+
+    A slow decay keeps all rows in the state. In Triton's interpreter the largest difference is 2.5e-5 of the RMS and
+    5.8e-6 of the largest value, the RMS of the differences 5.3e-6; of 300 rows 2.7e-5, 7.0e-6 and 5.6e-6.
+    """
+    heads = Heads("one of a 35B model", value_heads=1, key_dim=128, value_dim=128)
+    inputs, states = inputs_of(heads, run_of("rows", 5, 200)), stale_states(heads)
+    inputs["joint"][:, -1:] -= 6.0
+    knobs = {"gated_delta": {"BLOCK_V": 128}}
+    recurrent, chunks = (
+        run_both(graph, inputs, states=states, slots=4, knobs=knobs).kernel_states["delta_state"][1]
+        for graph in graphs_of(heads)
+    )
+    assert errors(chunks, recurrent).max <= 1e-4
+
+
 def test_knobs_that_a_gpu_was_seen_to_compute_wrongly_with_are_refused() -> None:
     """`lynnc tune` on an H200: one stage with four warps gave wrong rows, with eight an illegal address."""
     problem = {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128, "chunk": 64}
