@@ -51,9 +51,9 @@ def plan_for(case: Case) -> Plan:
     return plan_of(case.spec)
 
 
-def plan_of(spec: ModelSpec) -> Plan:
+def plan_of(spec: ModelSpec, programs: tuple[str, ...] = PROGRAMS) -> Plan:
     """The same for any model."""
-    options = Options(knobs=SIMULATOR_KNOBS, prefill_rows=PREFILL_ROWS, programs=PROGRAMS)
+    options = Options(knobs=SIMULATOR_KNOBS, prefill_rows=PREFILL_ROWS, programs=programs)
     request = Request(find_target("sm_90"), options=options)
     with few_splits():
         lowered = lower_programs(spec, request)

@@ -62,7 +62,9 @@ class Case:
     normalized: bool = True
     tied: bool = False
     blocks: bool = False
-    """Heads and experts of whole blocks of 128 columns, enough heads to sum by parts, and two layers."""
+    """Heads and experts of whole blocks of 128 columns, enough heads to sum by parts."""
+    last_layers: int = 0
+    """Only so many layers, the last of the model file's; 0 are all."""
 
     def __str__(self) -> str:
         return self.label or self.model
@@ -74,16 +76,19 @@ class Case:
         precision = replace(spec.precision, formats={**spec.precision.formats, **dict(self.formats)})
         moe = replace(spec.moe, normalize_top_k=self.normalized) if spec.moe else None
         spec = replace(spec, precision=precision, moe=moe, tied_embeddings=self.tied)
+        if moe and self.last_layers:
+            moe = replace(moe, experts=moe.experts[-self.last_layers :])
+        spec = replace(spec, layers=spec.layers[-self.last_layers :], moe=moe)
         return in_blocks(spec) if self.blocks else spec
 
 
 def in_blocks(spec: ModelSpec) -> ModelSpec:
-    """The last two layers of a model, with widths of 128 columns and 1,024 columns before each output projection."""
+    """A model with widths of 128 columns and 1,024 columns before each output projection."""
     assert spec.gdn and spec.moe
-    moe = replace(spec.moe, experts=spec.moe.experts[-2:], intermediate=128, shared_intermediate=128)
+    moe = replace(spec.moe, intermediate=128, shared_intermediate=128)
     attention = replace(spec.attention, heads=8, head_dim=128)
     gdn = replace(spec.gdn, value_heads=8, value_dim=128)
-    return replace(spec, layers=spec.layers[-2:], moe=moe, attention=attention, gdn=gdn)
+    return replace(spec, moe=moe, attention=attention, gdn=gdn)
 
 
 FAMILIES = (Case("tiny-moe"), Case("tiny-dense"), Case("tiny-full"))
@@ -108,7 +113,9 @@ VARIANTS = (
 """Formats of a checkpoint that mixes them, tied embeddings, and scores that are not normalised."""
 
 
-BLOCKS = Case("tiny-moe", "blocks", blocks=True)
+BLOCKS = Case("tiny-moe", "blocks", blocks=True, last_layers=2)
+PAIR = Case("tiny-moe", "pair", last_layers=2)
+"""Each mixer once, and experts: what a long prompt is affordable with."""
 
 
 @dataclass(frozen=True)
@@ -309,6 +316,18 @@ def judge(reference: Reference, seed: int = 0, prompt: int = PROMPT, steps: int 
     return judge_tokens(reference, tokens)
 
 
+def judge_long(reference: Reference, length: int, seed: int = 0) -> Run:
+    """A long random prompt: tokens are judged together, and those nearly tied are drawn anew until there are none."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(reference.spec.vocabulary, (length,), generator=generator)
+    while True:
+        run = _forward(reference, tokens[None])
+        unclear = (routing_margins(reference, run) < CLEAR_MARGIN).nonzero()[:, 0]
+        if not len(unclear):
+            return run
+        tokens[unclear] = torch.randint(reference.spec.vocabulary, unclear.shape, generator=generator)
+
+
 def judge_tokens(reference: Reference, tokens: list[int]) -> Run:
     """What the judge computes for tokens that are given."""
     return _forward(reference, torch.tensor([tokens]))
@@ -349,8 +368,15 @@ def bf16_logits(reference: Reference, run: Run) -> torch.Tensor:
 
 def routing_margin(reference: Reference, run: Run, since: int = 0) -> float:
     """The smallest gap, over layers and tokens from ``since``, between the last logit routed to and the next one."""
-    if reference.spec.moe is None:
-        return float("inf")
-    k = reference.spec.moe.top_k
-    ranked = [logits[since:].sort(dim=-1, descending=True).values for logits in run.routers if logits.shape[-1] > k]
-    return min(float((logits[:, k - 1] - logits[:, k]).min()) for logits in ranked)
+    return float(routing_margins(reference, run)[since:].min())
+
+
+def routing_margins(reference: Reference, run: Run) -> torch.Tensor:
+    """The smallest gap over layers for each token; infinite where nothing is routed."""
+    margins = torch.full((len(run.tokens),), float("inf"))
+    k = reference.spec.moe.top_k if reference.spec.moe else 0
+    for logits in run.routers:
+        if logits.shape[-1] > k:
+            ranked = logits.sort(dim=-1, descending=True).values
+            margins = margins.minimum(ranked[:, k - 1] - ranked[:, k])
+    return margins

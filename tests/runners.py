@@ -34,6 +34,7 @@ from lynnc.passes import run_passes
 from lynnc.plan import KernelEntry
 from lynnc.programs import PREFILL
 from lynnc.records import Records
+from lynnc.runtime.budget import Room
 from lynnc.simulate import Simulator
 from lynnc.tensors import DType, T
 
@@ -42,7 +43,11 @@ CONTEXT = 64
 FEW_SPLITS = 4
 """Runs of attention, where a GPU wants many: each costs a program, most of them empty."""
 PREFILL_ROWS = 64
-"""Rows of the longest prefill step in the tests."""
+"""Rows of the longest prefill step of plans in the tests."""
+MOST_ROWS = 257
+"""Rows of the longest prefill step that ``Kernels`` runs."""
+
+ROOM = Room(1, CONTEXT)
 
 SIMULATOR_KNOBS: Overrides = MappingProxyType(
     {
@@ -123,7 +128,7 @@ class Kernels:
     def __init__(
         self,
         case: Case,
-        slots: int = 1,
+        room: Room = ROOM,
         knobs: Overrides = SIMULATOR_KNOBS,
         splits: int = FEW_SPLITS,
         without: tuple[str, ...] = (),
@@ -133,9 +138,9 @@ class Kernels:
         self.case, self.knobs, self.splits, self.without = case, _hashable(knobs), splits, without
         self.prompts = PREFILL  # the program that runs them
         self.entries: dict[str, KernelEntry] = {}
-        states = new_states(build_graph(case.spec, 1), slots, CONTEXT)
+        states = new_states(build_graph(case.spec, 1), room.slots, room.context)
         arrays = make(case).packed if packed is None else packed
-        self.simulator = Simulator(self.entries, arrays, states, CONTEXT, harness.device())
+        self.simulator = Simulator(self.entries, arrays, states, room.context, harness.device())
 
     @property
     def states(self) -> dict[str, torch.Tensor]:
@@ -172,7 +177,7 @@ def _lowered(case: Case, program: str, knobs: _Knobs, splits: int, without: tupl
     with patch.object(import_module("lynnc.passes.split_attention"), "SPLITS", splits):
         graph = run_passes(model_graph(case.spec, program), without)
     overrides = {kernel: dict(values) for kernel, values in knobs}
-    return lower(graph, choose_all(graph, TARGET, Records(), overrides), TARGET, PREFILL_ROWS)
+    return lower(graph, choose_all(graph, TARGET, Records(), overrides), TARGET, MOST_ROWS)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from lynnc.kernels.gdnchunks import DELTA_SCAN
 from lynnc.kernels.kernel import need
 from lynnc.mixerops import GatedDelta
 from lynnc.passes.chunk_delta import chunk_delta
+from lynnc.promptops import DeltaScan
 from lynnc.target import find_target
 from lynnc.tensors import T
 
@@ -48,9 +49,9 @@ class Found:
     state: torch.Tensor
 
 
-def graphs_of(heads: Heads) -> tuple[Graph, Graph]:
-    """Gates and delta rule, token by token and by chunks."""
-    graph = replace(layer_graph(heads, ("gates", "delta"), T), outputs=("delta_out",))
+def graphs_of(heads: Heads, program: str = "prefill") -> tuple[Graph, Graph]:
+    """Gates and delta rule, token by token and by chunks: of 64 rows, in ``prefill/16`` of 16."""
+    graph = replace(layer_graph(heads, ("gates", "delta"), T), outputs=("delta_out",), program=program)
     return graph, chunk_delta(graph)
 
 
@@ -76,8 +77,10 @@ def exact(graph: Graph, inputs: Values, states: Values) -> tuple[torch.Tensor, t
     return outs, state
 
 
-def run_chunks(heads: Heads, inputs: Values, knobs: dict[str, dict[str, int]] | None = None) -> Found:
-    tokens, chunks = graphs_of(heads)
+def run_chunks(
+    heads: Heads, inputs: Values, knobs: dict[str, dict[str, int]] | None = None, program: str = "prefill"
+) -> Found:
+    tokens, chunks = graphs_of(heads, program)
     states = stale_states(heads)
     return Found(run_both(chunks, inputs, states=states, slots=4, knobs=knobs or {}), *exact(tokens, inputs, states))
 
@@ -141,6 +144,25 @@ def test_rows_of_several_slots(step: Step) -> None:
     check(found)
     padding = torch.tensor(step.positions) < 0
     assert not found.got.kernels["delta_out"][padding].any()
+
+
+SHORT_STEPS = (
+    run_of("first token", 0, 1),
+    run_of("a chunk from the start", 0, 16),
+    run_of("later token", 37, 1),
+    run_of("later rows", 3, 15),
+    run_of("a chunk behind a context", 64, 16),
+    Step("a new slot behind another", (*range(5, 12), *range(9)), (*(2,) * 7, *(0,) * 9)),
+    Step("a short prompt behind padding", (*(-1,) * 7, *range(9)), (*(NOWHERE,) * 7, *(3,) * 9)),
+    Step("a prompt's last piece behind padding", (*(-1,) * 5, *range(64, 75)), (*(NOWHERE,) * 5, *(3,) * 11)),
+)
+
+
+@pytest.mark.parametrize("step", SHORT_STEPS, ids=name_of)
+def test_short_chunks(step: Step) -> None:
+    """Chunks of 16 rows, as programs for as few rows have them."""
+    assert {need(op, DeltaScan).chunk for op in graphs_of(GROUPED, "prefill/16")[1].ops[1:]} == {16}
+    check(run_chunks(GROUPED, inputs_of(GROUPED, step), program="prefill/16"))
 
 
 @pytest.mark.parametrize("cut", [1, 37, 64, 100, 129])
@@ -211,6 +233,23 @@ def test_state_is_that_of_the_recurrent_kernel(length: int) -> None:
     inputs, states = inputs_of(GROUPED, run_of("rows", 0, length)), stale_states(GROUPED)
     recurrent, chunks = (run_both(graph, inputs, states=states, slots=4) for graph in graphs_of(GROUPED))
     assert_close(chunks.kernel_states["delta_state"], recurrent.kernel_states["delta_state"], STATE_LIMIT)
+
+
+def test_state_of_a_35b_models_heads_is_that_of_the_recurrent_kernel_within_1e_4() -> None:
+    """Every value's difference over the RMS of the state, which is stricter than the RMS of the differences.
+
+    A slow decay keeps all rows in the state. In Triton's interpreter the largest difference is 2.5e-5 of the RMS and
+    5.8e-6 of the largest value, the RMS of the differences 5.3e-6; of 300 rows 2.7e-5, 7.0e-6 and 5.6e-6.
+    """
+    heads = Heads("one of a 35B model", value_heads=1, key_dim=128, value_dim=128)
+    inputs, states = inputs_of(heads, run_of("rows", 5, 200)), stale_states(heads)
+    inputs["joint"][:, -1:] -= 6.0
+    knobs = {"gated_delta": {"BLOCK_V": 128}}
+    recurrent, chunks = (
+        run_both(graph, inputs, states=states, slots=4, knobs=knobs).kernel_states["delta_state"][1]
+        for graph in graphs_of(heads)
+    )
+    assert errors(chunks, recurrent).max <= 1e-4
 
 
 def test_knobs_that_a_gpu_was_seen_to_compute_wrongly_with_are_refused() -> None:

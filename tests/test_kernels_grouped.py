@@ -189,15 +189,31 @@ def test_layers_of_unlike_experts_share_their_kernels() -> None:
     compare(run(graph, inputs), graph.outputs)
 
 
+@pytest.mark.parametrize("which", ["random", "one-row-each", "one-takes-all", "most-have-none"])
 @pytest.mark.parametrize("case", [CASES[0], CASES[1]], ids=str)
-def test_grouped_experts_match_the_published_block(case: Case) -> None:
+def test_grouped_experts_match_the_published_block(case: Case, which: str) -> None:
+    rows = 18 if which == "random" else 40
+    if which != "random":
+        case = replace(case, experts=rows, k=1 if which == "one-row-each" else 2)
     graph = grouped(case, "prefill/64")
-    weights, inputs = pack_graph(graph), inputs_of(case, 18)
+    weights, inputs = pack_graph(graph), inputs_of(case, rows)
     block = published_block(case, weights[1])
     y = inputs["y"].float()
     with torch.no_grad():
+        if which != "random":  # there are fewer rows than columns, so a router can give them any logits
+            block.gate.weight.copy_((torch.linalg.pinv(y) @ routings(rows, case.experts)[which]).T)
         expected = block(y[None])[0]
         router = nn.functional.linear(y, block.gate.weight)
-        gate = block.shared_expert_gate(y) if case.shared else torch.zeros(18, 1)
+        gate = block.shared_expert_gate(y) if case.shared else torch.zeros(rows, 1)
     inputs["router"], inputs["h"] = torch.cat([router, gate], dim=1), torch.zeros_like(inputs["h"])
-    assert_close(run(graph, inputs, weights=weights).kernels["out"], expected, 1e-2)
+    found = run(graph, inputs, weights=weights).kernels
+    assert_close(found["out"], expected, 1e-2)
+    of_expert = found["ids"].flatten().bincount(minlength=case.experts).tolist()
+    match which:
+        case "one-row-each":
+            assert of_expert == [1] * rows
+        case "one-takes-all":
+            tile = next(op.tile for op in graph.ops if isinstance(op, GroupByExpert))
+            assert of_expert[-1] == rows > tile
+        case "most-have-none":
+            assert of_expert == [0] * (rows - 2) + [rows] * 2

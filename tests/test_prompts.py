@@ -16,9 +16,9 @@ from simulated import SimulatedDevice, SimulatedGraph, record_only
 from lynnc.cli.main import cli
 from lynnc.cli.parameters import complete_program, complete_programs
 from lynnc.errors import OptionError
-from lynnc.plan import Options, Program
+from lynnc.plan import Options, Plan, Program
 from lynnc.planfile import load_plan, save_plan
-from lynnc.programs import most_rows, prefill_programs, program_rows
+from lynnc.programs import MOST_DECODE_ROWS, most_rows, prefill_programs, program_rows
 from lynnc.runtime import prompts, staging
 from lynnc.runtime.budget import Room
 from lynnc.runtime.calls import STEPS_KEPT, calls_of
@@ -115,9 +115,25 @@ def test_a_prompt_runs_by_the_smallest_program_that_holds_what_is_left(split: Sp
     assert executor.device.launched == expected
 
 
-def recording(room: Room, device: SimulatedDevice | None = None) -> Executor:
+@pytest.mark.parametrize("context", [0, 20], ids=["alone", "behind a context"])
+def test_a_prompt_as_short_as_a_step_of_drafts_runs_programs_for_prompts(context: int) -> None:
+    """Known bug: dispatch by the number of tokens, which gave a prompt of 1 + k tokens to the graph of speculation."""
+    decodes = tuple(f"decode/{rows}" for rows in range(1, MOST_DECODE_ROWS + 1))
+    executor = recording(Room(1, 128), plan=plan_of(TINY.spec, (*decodes, "prefill/16", "prefill")))
+    device, expected = executor.device, executor.calls(executor.program("prefill/16"), 16)
+    assert isinstance(device, SimulatedDevice)
+    for length in (*range(1, MOST_DECODE_ROWS + 1), 1):
+        executor.reset()
+        if context:
+            executor.prefill([1] * context)
+        del device.launched[:]
+        executor.prefill([1] * length)
+        assert device.launched == list(expected), length
+
+
+def recording(room: Room, device: SimulatedDevice | None = None, plan: Plan = TESTED) -> Executor:
     source = HostWeights(make(TINY).packed)
-    return executor_on(TESTED, source, room, device or SimulatedDevice(runs=record_only))
+    return executor_on(plan, source, room, device or SimulatedDevice(runs=record_only))
 
 
 def of_rows(*rows: int) -> list[Program]:
