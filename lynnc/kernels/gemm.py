@@ -81,7 +81,7 @@ def _default(problem: Problem, target: Target) -> Knobs:
 
 
 def _tile(rows: int, n: int, has_large_mma: bool) -> tuple[int, int, int, int, int]:
-    """BLOCK_M, BLOCK_N, BLOCK_K, warps, stages; the best that were tried by hand on an H200, whose records have better ones for 512 rows."""
+    """BLOCK_M, BLOCK_N, BLOCK_K, warps, stages; the best of those that were tried by hand on an H200."""
     if rows <= 64:
         return rows, 64, 128, 4, 4 if rows <= 16 else 3
     if not has_large_mma:
