@@ -253,8 +253,7 @@ def test_few_steps_are_launched_ahead() -> None:
 
 def test_a_plan_without_prefill_decodes_too(monkeypatch) -> None:
     expected = list(compiled(TINY).decode([1, 2, 3], 5))
-    monkeypatch.setattr("executing.PROGRAMS", ("decode/1", "decode/4"))
-    plan = plan_of(TINY.spec)
+    plan = plan_of(TINY.spec, ("decode/1", "decode/4"))
     monkeypatch.setattr("executing.plan_for", lambda case: plan)
     engine = compiled(TINY)
     assert "prefill" not in engine.executor.plan.programs
