@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from lynnc.autotune.problems import DECODE
 from lynnc.autotune.trial import Candidate
 from lynnc.choose import KernelChoice, choose_all
 from lynnc.compiler import CompileAll, Compiled, Request, compile_model_by, settle
@@ -79,7 +80,7 @@ def with_partners(programs: Iterable[str]) -> tuple[str, ...]:
     A record of decode serves every number of rows, also where fewer were asked for.
     """
     names = tuple(programs)
-    ends = ("decode/1", f"decode/{MOST_DECODE_ROWS}") if any(not is_prefill(name) for name in names) else ()
+    ends = (DECODE, f"decode/{MOST_DECODE_ROWS}") if any(not is_prefill(name) for name in names) else ()
     return tuple(dict.fromkeys((*names, *ends)))
 
 

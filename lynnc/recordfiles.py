@@ -25,6 +25,7 @@ from pathlib import Path
 from lynnc.artifact import digest
 from lynnc.deviceidentity import Identity
 from lynnc.errors import OptionError, OutputError, TargetError
+from lynnc.kernels.kernel import Kernel
 from lynnc.kernels.table import KERNELS
 from lynnc.outputfile import place_file, write_file
 from lynnc.record import Parsed, Record, merge_records, parse_file, parse_records, records_text
@@ -111,10 +112,7 @@ def check_records_folder(folder: Path, device: Identity) -> None:
         with tempfile.TemporaryFile(dir=place):
             pass
     except OSError as error:
-        raise OutputError(
-            f"No record can be written to {place} ({error.strerror or error}): give a writable folder with "
-            "--records-folder."
-        ) from error
+        raise _unwritable(f"No record can be written to {place}", error) from error
 
 
 def write_user_record(folder: Path, record: Record) -> Path:
@@ -125,11 +123,12 @@ def write_user_record(folder: Path, record: Record) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         place_file(path, records_text([record]).encode())
     except OSError as error:
-        raise OutputError(
-            f"The record {path} cannot be written ({error.strerror or error}): give a writable folder with "
-            "--records-folder."
-        ) from error
+        raise _unwritable(f"The record {path} cannot be written", error) from error
     return path
+
+
+def _unwritable(what: str, error: OSError) -> OutputError:
+    return OutputError(f"{what} ({error.strerror or error}): give a writable folder with --records-folder.")
 
 
 def export_records(path: Path, device: Identity, folder: Path, force: bool = False) -> int:
@@ -182,19 +181,23 @@ def _better(records: Sequence[Record], folder: Path) -> list[Record]:
 
 def is_current(record: Record) -> bool:
     """Whether the kernel is still there and its template has the text that the record is valid for."""
-    templates = {kernel.name: kernel.template for kernel in KERNELS}
-    return record.kernel in templates and record.template == template_digest(templates[record.kernel])
+    kernel = _kernel_of(record)
+    return kernel is not None and record.template == template_digest(kernel.template)
 
 
 def is_legal(record: Record) -> bool:
     """Whether the kernel has these knobs, and none of its constraints refuses them for the record's problem and
     device."""
-    kernel = next((kernel for kernel in KERNELS if kernel.name == record.kernel), None)
+    kernel = _kernel_of(record)
     try:
         target = find_target(record.device.arch)
         return kernel is not None and kernel.refusal(record.problem, record.knobs, target) is None
     except (TargetError, LookupError, TypeError, ValueError, ArithmeticError):
         return False  # an unknown architecture, or a problem that lacks what the constraints read
+
+
+def _kernel_of(record: Record) -> Kernel | None:
+    return next((kernel for kernel in KERNELS if kernel.name == record.kernel), None)
 
 
 def _usable(records: Iterable[Record]) -> Iterator[Record]:

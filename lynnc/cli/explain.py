@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from lynnc.activations import settle_activations
-from lynnc.cli.output import amount, duration, number, print_json, print_table, size, text, warn
+from lynnc.cli.output import amount, duration, number, print_json, print_table, size, text
 from lynnc.cli.parameters import (
     choose_destination,
     complete_models,
@@ -20,7 +19,7 @@ from lynnc.cli.parameters import (
     parse_passes,
     without_option,
 )
-from lynnc.cli.subject import find_subject
+from lynnc.cli.subject import find_subject, settle_with_warning
 from lynnc.explain import Ceiling, Group, Question, Step, ceilings, explain_step, merge_shapes, without_launches
 from lynnc.target import Device
 
@@ -76,12 +75,10 @@ def run(arguments: Arguments) -> None:
         device = device_of_plan(subject.plan, arguments.subject, arguments.target, arguments.device)
     else:
         device = choose_destination(arguments.target, arguments.device).measure
-    settled = settle_activations(subject.spec, device.target, subject.options.without)
+    settled = settle_with_warning(subject, device.target)
     question = Question(device, arguments.context, settled.without)
     step = explain_step(subject.spec, arguments.program, question, subject.options.prefill_rows)
     limits = ceilings(subject.spec, question)
-    if settled.note:
-        warn(settled.note)
     if arguments.as_json:
         print_json({**_document(subject.spec.name, question, step, limits), "note": settled.note})
         return

@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 
-from lynnc.activations import settle_activations
 from lynnc.choose import choose_all
 from lynnc.cli.knownrecords import known_records, records_options
 from lynnc.cli.output import warn
@@ -26,7 +25,7 @@ from lynnc.cli.parameters import (
     store_path,
     without_option,
 )
-from lynnc.cli.subject import Subject, find_subject, is_plan
+from lynnc.cli.subject import Subject, find_subject, is_plan, settle_with_warning
 from lynnc.compile import KernelSource, compile_kernels
 from lynnc.compiler import fused_graph, model_graph
 from lynnc.errors import OptionError, PlanError
@@ -35,7 +34,7 @@ from lynnc.lower import lower
 from lynnc.plan import KernelEntry, Plan, Program
 from lynnc.planfile import kernel_file
 from lynnc.store import Store
-from lynnc.target import Target, find_target
+from lynnc.target import find_target
 
 STAGES = ("model", "fused", "choices", "source", "ptx")
 
@@ -118,7 +117,7 @@ def _print_graph(subject: Subject, arguments: Arguments) -> None:
         without = subject.options.without
         if arguments.target or arguments.device:
             target = choose_destination(arguments.target, arguments.device).target
-            without = _passes_left_out(subject, target)
+            without = settle_with_warning(subject, target).without
         graph = fused_graph(subject.spec, arguments.program, without)
     if arguments.op is None:
         click.echo(str(graph), nl=False)
@@ -127,14 +126,6 @@ def _print_graph(subject: Subject, arguments: Arguments) -> None:
     for op in graph.ops:
         if op.name in names:
             click.echo(_op_text(graph, op))
-
-
-def _passes_left_out(subject: Subject, target: Target) -> tuple[str, ...]:
-    """Those of the options, and what the target cannot do, with a warning."""
-    settled = settle_activations(subject.spec, target, subject.options.without)
-    if settled.note:
-        warn(settled.note)
-    return settled.without
 
 
 def _op_text(graph: Graph, op: Op) -> str:
@@ -161,7 +152,7 @@ def _selected(names: Sequence[str], wanted: str | None) -> list[str]:
 
 def _from_model(subject: Subject, arguments: Arguments) -> Iterator[Chosen]:
     destination: Destination = choose_destination(arguments.target, arguments.device)
-    graph = fused_graph(subject.spec, arguments.program, _passes_left_out(subject, destination.target))
+    graph = fused_graph(subject.spec, arguments.program, settle_with_warning(subject, destination.target).without)
     records = known_records(destination.identity, arguments.records, arguments.records_folder)
     choices = choose_all(graph, destination.target, records)
     lowered = lower(graph, choices, destination.target)

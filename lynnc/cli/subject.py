@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from lynnc.activations import Settled, settle_activations
 from lynnc.artifact import digest
+from lynnc.cli.output import warn
 from lynnc.compiler import model_of
 from lynnc.errors import OptionError, PlanError
 from lynnc.model import ModelSpec
@@ -18,6 +20,7 @@ from lynnc.modelfile import dump_model, load_model, shipped_models
 from lynnc.plan import Options, Plan
 from lynnc.planfile import PLAN_FILE, load_plan
 from lynnc.runtime.weights.packedindex import MODEL_FILE
+from lynnc.target import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +82,11 @@ def plan_model(plan: Plan, folder: Path) -> ModelSpec:
             f"run `lynnc compile {plan.model_name} --target {plan.target}` again."
         )
     return spec
+
+
+def settle_with_warning(subject: Subject, target: Target) -> Settled:
+    """What a subject's options leave out and what the target cannot do; warns of declared activations not followed."""
+    settled = settle_activations(subject.spec, target, subject.options.without)
+    if settled.note:
+        warn(settled.note)
+    return settled
